@@ -1,0 +1,209 @@
+"""Owns the wire: every collective Onefold runs goes through a `Comm`.
+
+A `Comm` moves whole flat buffers and shards; it knows nothing of parameters. Reductions are means over the ranks, as in
+DistributedDataParallel. Operations return a `Finish` to call before their result is read, or None where the current
+stream already orders them.
+
+[Note: The order of a sum]
+Floating-point sums depend on their order. On gloo each shard's contributions are exchanged and then summed in rank
+order, in at least fp32, so a gradient's bits depend neither on where a parameter lies in its buffer nor on the plan.
+NCCL chooses its own order; there plans agree to rounding.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.errors import OrderMismatchError, ShardError
+from onefold.streams import Finish
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Comm(Protocol):
+    """The seam to the wire. `whole` is 1-D with `num_ranks` times the elements of `shard`; `shard` may be a view of it."""
+
+    rank: int
+    num_ranks: int
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        """Put every rank's `shard` into `whole`, in rank order."""
+        ...
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
+        """Put the mean over ranks of this rank's part of `whole` into `shard`."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Make `tensor` equal to rank 0's. For set-up only; returns when done."""
+        ...
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        """Every rank's message (same length everywhere), by rank. Over host memory, apart from all other traffic."""
+        ...
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. For set-up and errors only."""
+        ...
+
+
+class LocalComm:
+    """A world of one rank: no process group is needed."""
+
+    rank = 0
+    num_ranks = 1
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        if whole.data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
+        return None
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
+        return self.all_gather(shard, whole)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        return [list(message)]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class _GroupComm:
+    """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._root = ranks[0]
+        self._data = dist.new_group(list(ranks))
+        self._reduction = dist.new_group(list(ranks))
+        self._control = dist.new_group(list(ranks), backend="gloo")
+        self.rank = dist.get_rank(self._data)
+        self.num_ranks = len(ranks)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, self._root, group=self._data)
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        sent = torch.tensor(list(message), dtype=torch.int64)
+        received = torch.empty(self.num_ranks * len(message), dtype=torch.int64)
+        try:
+            _all_gather(received, sent, group=self._control)
+        except RuntimeError as error:
+            raise OrderMismatchError(
+                f"rank {self.rank}: another rank left, or did not come to the same point of the step; every rank must run "
+                f"as many forwards, backwards and steps ({error})"
+            ) from error
+        return cast(list[list[int]], received.view(self.num_ranks, len(message)).tolist())
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+
+class GlooComm(_GroupComm):
+    """Several ranks on CPUs. See [Note: The order of a sum]."""
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        work = _all_gather(whole, shard, group=self._data, async_op=True)
+        return _finish(work)
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
+        parts = torch.empty_like(whole)
+        work = dist.all_to_all_single(parts, whole, group=self._reduction, async_op=True)
+
+        def finish() -> None:
+            _finish(work)()
+            rows = parts.view(self.num_ranks, -1)
+            total = rows[0].to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+            for row in rows[1:]:
+                total += row
+            shard.copy_(total.div_(self.num_ranks))
+
+        return finish
+
+
+class NcclComm(_GroupComm):
+    """Several ranks on GPUs; collectives run on the current stream, straight from and into the flat buffers."""
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        _all_gather(whole, shard, group=self._data)
+        return None
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
+        _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self._reduction)
+        return None
+
+
+class CountingComm:
+    """Passes everything on to another `Comm` and counts the elements as the ZeRO paper does: a gather or a scatter of a
+    buffer of n elements counts n (section 7)."""
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.num_ranks = inner.num_ranks
+        self.gather_numel = 0
+        self.reduce_numel = 0
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        self.gather_numel += whole.numel()
+        return self.inner.all_gather(whole, shard)
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
+        self.reduce_numel += whole.numel()
+        return self.inner.reduce_scatter(shard, whole)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.inner.broadcast(tensor)
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        return self.inner.exchange(message)
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        return self.inner.exchange_objects(value)
+
+
+def _finish(work: Any) -> Finish:
+    def finish() -> None:
+        work.wait()
+
+    return finish
+
+
+def start() -> None:
+    """Initialize torch.distributed when a launcher started this process and the script did not do it: on the GPU of this
+    process's local rank where there are GPUs, else on CPU."""
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def default_device() -> torch.device:
+    """Where ranks communicate: this process's GPU under NCCL, else CPU; without ranks, torch's default device."""
+    if not dist.is_initialized():
+        return torch.get_default_device()
+    uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
+
+
+def connect(device: torch.device, mesh: Any = None) -> Comm:
+    """The `Comm` over the ranks of `mesh` (None: all ranks) for buffers on `device`.
+
+    Raises:
+        ShardError: the mesh has more than one axis.
+    """
+    if not dist.is_initialized():
+        return LocalComm()
+    if mesh is not None and mesh.ndim != 1:
+        raise ShardError(f"mesh has {mesh.ndim} axes; give the one axis to shard over, e.g. mesh['shard']")
+    ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+    return NcclComm(list(ranks)) if device.type == "cuda" else GlooComm(list(ranks))

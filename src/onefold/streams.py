@@ -1,0 +1,145 @@
+"""Owns streams and events: the lanes on which gathers and reductions run beside the computation.
+
+[Note: Lanes and tickets]
+Work on a lane is ordered against the computation only through tickets. A `Ticket` is a value: it says when something
+is done and holds a reference to every tensor that must stay alive until then. Three rules follow:
+1. Whoever reads what a lane wrote calls `ticket.wait()` first, on the stream that will read.
+2. Whoever frees or rewrites what a lane reads keeps the ticket until it has waited on it.
+3. Memory of the gather lane is given back to it only after `order_gather` made it wait for the last reader, so the
+   allocator never gives it out early. `record_stream` is never used.
+On CPU a lane runs its work at once; what is asynchronous there is the collective itself, finished by `wait`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+Finish = Callable[[], None]
+"""Completes an asynchronous operation; None stands for an operation that is already ordered on its stream."""
+
+
+class Ticket:
+    """When something is done, and what stays alive until then."""
+
+    __slots__ = ("_finish", "_keep")
+
+    def __init__(self, finish: Finish | None = None, keep: Sequence[Any] = ()) -> None:
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Order the current stream (on CPU: the caller) after the work, then let go of what was kept alive."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = ()
+
+
+class Lane(Protocol):
+    """A queue of work beside the computation."""
+
+    def run(self, launch: Callable[[], Finish | None], then: Finish | None = None, *,
+            after: Sequence[Ticket] = (), keep: Sequence[Any] = ()) -> Ticket:
+        """Queue `launch`, and `then` behind it, once every ticket of `after` is done."""
+        ...
+
+
+class Lanes(Protocol):
+    """The lanes of one device and the marks that order them against its computation."""
+
+    gather: Lane
+    reduce: Lane
+
+    def mark(self) -> Ticket:
+        """A ticket for all computation queued so far on the current stream."""
+        ...
+
+    def order_gather(self) -> None:
+        """Let the gather lane go on only after all computation queued so far: it rewrites memory that was read there."""
+        ...
+
+    def allocate_for_gather(self) -> AbstractContextManager[Any]:
+        """Inside, memory is taken for (and later reused by) the gather lane."""
+        ...
+
+
+class HostLane:
+    """Runs on the calling thread; collectives finish when their ticket is waited on."""
+
+    def run(self, launch: Callable[[], Finish | None], then: Finish | None = None, *,
+            after: Sequence[Ticket] = (), keep: Sequence[Any] = ()) -> Ticket:
+        for ticket in after:
+            ticket.wait()
+        finish = launch()
+
+        def complete() -> None:
+            if finish is not None:
+                finish()
+            if then is not None:
+                then()
+
+        return Ticket(complete, keep)
+
+
+class HostLanes:
+    """Lanes of a CPU."""
+
+    def __init__(self) -> None:
+        self.gather: Lane = HostLane()
+        self.reduce: Lane = HostLane()
+
+    def mark(self) -> Ticket:
+        return Ticket()
+
+    def order_gather(self) -> None:
+        pass
+
+    def allocate_for_gather(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class StreamLane:
+    """Runs on a CUDA stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def run(self, launch: Callable[[], Finish | None], then: Finish | None = None, *,
+            after: Sequence[Ticket] = (), keep: Sequence[Any] = ()) -> Ticket:
+        with torch.cuda.stream(self.stream):
+            for ticket in after:
+                ticket.wait()
+            finish = launch()
+            if finish is not None:
+                finish()
+            if then is not None:
+                then()
+            event = self.stream.record_event()
+        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep)
+
+
+class StreamLanes:
+    """Lanes of a CUDA device: one stream for gathers, one for reductions."""
+
+    def __init__(self, device: torch.device) -> None:
+        gather = StreamLane(device)
+        self.gather: Lane = gather
+        self.reduce: Lane = StreamLane(device)
+        self._gather_stream = gather.stream
+
+    def mark(self) -> Ticket:
+        event = torch.cuda.current_stream().record_event()
+        return Ticket(lambda: torch.cuda.current_stream().wait_event(event))
+
+    def order_gather(self) -> None:
+        self._gather_stream.wait_event(torch.cuda.current_stream().record_event())
+
+    def allocate_for_gather(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._gather_stream)
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes of `device`."""
+    return StreamLanes(device) if device.type == "cuda" else HostLanes()
