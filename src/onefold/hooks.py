@@ -1,0 +1,159 @@
+"""Owns every hook Onefold puts on a model: on modules, parameters and outputs. Nothing else of the model is changed.
+
+Hooks translate what PyTorch reports into calls of the runtime and the reducer; they decide nothing.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onefold.errors import PrecisionError, ShardError
+from onefold.reducer import Reducer, Slots
+from onefold.runtime import Runtime, in_backward
+from onefold.unit import Unit
+
+
+class Scale(Protocol):
+    """Where the current loss scale is read."""
+
+    @property
+    def scale(self) -> float: ...
+
+
+class ModuleHooks:
+    """The hooks of one module that a unit gathers for."""
+
+    def __init__(self, runtime: Runtime, unit: Unit, name: str, gate: "Gate") -> None:
+        self._runtime = runtime
+        self._unit = unit
+        self._name = name
+        self._gate = gate
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after, always_call=True)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_outermost = self._runtime.is_outermost and not in_backward()
+        self._runtime.enter(module, self._unit, self._name)
+        return self._gate.inward(args, kwargs) if is_outermost else None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._runtime.leave(module)
+        if self._runtime.is_outermost and not in_backward() and torch.is_grad_enabled():
+            return self._gate.outward(output)
+        return None
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ShardError(
+            "a sharded model cannot be copied: its values rest in shards on several ranks. Copy the model before "
+            "onefold.shard, or build a second one and load the weights read inside `with onefold.gathered(model):`"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardError("a sharded model cannot be pickled; save the weights read inside `with onefold.gathered(model):`")
+
+
+class Gate:
+    """What happens to tensors that enter and leave the whole model.
+
+    Outputs tell the runtime that a backward pass begins. With a loss scale, gradients are multiplied by it as they enter
+    at the outputs and divided by it as they leave at the inputs, so the caller's loop never sees scaled numbers.
+    """
+
+    def __init__(self, runtime: Runtime, scale: Scale, dtype: torch.dtype | None) -> None:
+        self._runtime = runtime
+        self._scale = scale
+        self._dtype = dtype
+
+    def inward(self, args: Any, kwargs: Any) -> Any:
+        return map_tensors(args, self._take_in), map_tensors(kwargs, self._take_in)
+
+    def outward(self, output: Any) -> Any:
+        return map_tensors(output, self._let_out)
+
+    def _take_in(self, tensor: Tensor) -> Tensor:
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        if self._scale.scale != 1 and tensor.requires_grad and torch.is_grad_enabled():
+            tensor = tensor.view_as(tensor)
+            tensor.register_hook(lambda grad: grad / self._scale.scale)
+        return tensor
+
+    def _let_out(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            return tensor
+        if self._scale.scale != 1:
+            tensor = tensor.view_as(tensor)
+            tensor.register_hook(self._enter_scaled)
+        else:
+            tensor.register_hook(self._enter)
+        return tensor
+
+    def _enter(self, grad: Tensor) -> None:
+        self._runtime.open_backward()
+
+    def _enter_scaled(self, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise PrecisionError(
+                "create_graph=True cannot be combined with a loss scale: second derivatives would carry the scale twice. "
+                'Use Precision(params="bf16"), which needs no loss scale'
+            )
+        self._runtime.open_backward()
+        return grad * self._scale.scale
+
+
+def install_gradient_hooks(runtime: Runtime, reducer: Reducer) -> None:
+    """Let every trained parameter tell the reducer about its gradient."""
+    for index, group in reducer.slots.items():
+        for slots in group:
+            for slot, param in enumerate(slots.flat.params):
+                if param.requires_grad:
+                    param.register_hook(partial(_before, reducer, slots, slot))
+                    param.register_post_accumulate_grad_hook(partial(_after, runtime, reducer, index, slots, slot))
+
+
+def _before(reducer: Reducer, slots: Slots, slot: int, grad: Tensor) -> None:
+    reducer.before(slots, slot)
+
+
+def _after(runtime: Runtime, reducer: Reducer, index: int, slots: Slots, slot: int, param: Tensor) -> None:
+    runtime.open_backward()
+    reducer.arrive(index, slots, slot)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor in nested tuples, lists, dicts and dataclasses changed; the rest, and what holds no
+    tensor, is returned as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(item, change) for item in value]
+    if isinstance(value, dict):
+        return _map_dict(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            object.__setattr__(changed, field.name, map_tensors(old, change))
+        return changed
+    return value
+
+
+def _map_dict(value: dict[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+    changed = copy.copy(value)
+    for key, old in value.items():
+        new = map_tensors(old, change)
+        if new is not old:
+            changed[key] = new
+    return changed

@@ -1,0 +1,220 @@
+"""Owns the way of gradients out of a backward pass: collected per unit, reduced in one order on all ranks.
+
+[Note: When a unit closes]
+A unit's gradients are collected into its flat buffer when every trained parameter has its gradient, or at the end of the
+backward pass for those that have none this time. Reductions are issued in a fixed order that all ranks agreed on (the
+order in which rank 0's units closed in the first backward), each unit exactly once in every backward that produced
+gradients, so ranks whose graphs differ still match. A gradient that arrives after its unit was reduced (reentrant
+checkpoints of a module used twice) stays local and joins the next reduction, or the one that `flush` makes before a step.
+
+[Note: What .grad tells]
+After a reduction `.grad` of a parameter is a stand-in (released.py). It is the user's to clear: where it is gone, the
+parameter's gradient is forgotten before anything is added, and a step leaves the parameter alone, as torch does.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onefold.buffer import free_when_done
+from onefold.comm import Comm
+from onefold.errors import OrderMismatchError
+from onefold.released import ReducedGradient
+from onefold.streams import Lanes, Ticket
+from onefold.unit import Flat, Trained, Unit, stand_in
+
+_IN_FLIGHT = 2
+_WORD = 62
+
+
+class Slots:
+    """The state of the gradients of one trained flat buffer between and during backward passes."""
+
+    def __init__(self, flat: Flat, trained: Trained) -> None:
+        self.flat = flat
+        self.gradients = trained.gradients
+        self.stand_ins = [stand_in(flat, slot) for slot in range(len(flat.params))]
+        self.arrived: set[int] = set()
+        self.touched = [False] * len(flat.params)
+        """Slots whose gradient lies in `gradients`."""
+
+    def expected(self) -> int:
+        return sum(param.requires_grad for param in self.flat.params)
+
+    def collect(self) -> None:
+        """Move the arrived gradients into the flat buffer; slots that the user cleared are forgotten first."""
+        self.forget_cleared()
+        grads: list[Tensor | None] = [None] * len(self.flat.params)
+        for slot in self.arrived:
+            grads[slot] = self.flat.params[slot].grad
+        self.gradients.collect(grads)
+        for slot in self.arrived:
+            self.flat.params[slot].grad = self.stand_ins[slot]
+            self.touched[slot] = True
+        self.arrived = set()
+
+    def forget_cleared(self) -> None:
+        for slot, param in enumerate(self.flat.params):
+            if self.touched[slot] and slot not in self.arrived and not isinstance(param.grad, ReducedGradient):
+                self.gradients.clear(slot)
+                self.touched[slot] = False
+
+    def drop(self) -> None:
+        self.gradients.drop()
+        self.arrived = set()
+        self.touched = [False] * len(self.flat.params)
+        for param in self.flat.params:
+            param.grad = None
+
+
+class Reducer:
+    """Collects and reduces the gradients of all units."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, lanes: Lanes) -> None:
+        self._comm = comm
+        self._lanes = lanes
+        self.slots = {unit.index: [Slots(flat, trained) for flat, trained in unit.trained_flats] for unit in units}
+        self.slots = {index: slots for index, slots in self.slots.items() if slots}
+        self._order = sorted(self.slots, reverse=True)
+        self._is_order_agreed = False
+        self.accumulating = 0
+        """`accumulate` contexts that are open."""
+        self._expected: dict[int, int] = {}
+        self._closed: list[int] = []
+        self._position = 0
+        self._num_reduced = 0
+        self._has_arrivals = False
+        self._tickets: list[tuple[Ticket, object]] = []
+
+    def begin(self) -> None:
+        """A backward pass starts."""
+        self._expected = {index: sum(slots.expected() for slots in group) for index, group in self.slots.items()}
+        self._closed = []
+        self._position = 0
+        self._has_arrivals = False
+
+    def before(self, slots: Slots, slot: int) -> None:
+        """Autograd is about to accumulate into one parameter's `.grad`. See [Note: What .grad tells]."""
+        if not slots.touched[slot]:
+            return
+        param = slots.flat.params[slot]
+        if isinstance(param.grad, ReducedGradient):
+            param.grad = None
+        else:
+            self.finish()
+            slots.gradients.clear(slot)
+            slots.touched[slot] = False
+
+    def arrive(self, index: int, slots: Slots, slot: int) -> None:
+        """Autograd accumulated into one parameter's `.grad`."""
+        slots.arrived.add(slot)
+        self._has_arrivals = True
+        if index in self._closed:
+            return
+        if sum(len(group.arrived) for group in self.slots[index]) == self._expected[index]:
+            self._close(index)
+            self._advance()
+
+    def end(self) -> None:
+        """The backward pass is over: collect what is left, and reduce unless accumulating."""
+        if self._has_arrivals:
+            rest = [index for index in self._order if index not in self._closed]
+            for index in rest:
+                self._close(index)
+            self._advance()
+            for group in self.slots.values():
+                for slots in group:
+                    if slots.arrived:
+                        slots.collect()
+            self._agree()
+        self.begin()
+
+    def abort(self) -> None:
+        """An exception ended the backward pass; gradients that came stay in `.grad`, as in torch."""
+        self.finish()
+        for group in self.slots.values():
+            for slots in group:
+                slots.arrived = set()
+        self.begin()
+
+    def finish(self) -> None:
+        """Wait until every reduction that was started is done."""
+        free_when_done(self._tickets, 0)
+
+    def flush(self) -> set[tuple[int, int, int]]:
+        """Make every gradient reduced, on every rank; a collective.
+
+        Returns:
+            The parameters that have a gradient on any rank, as (unit, flat among the trained ones, slot).
+        Raises:
+            OrderMismatchError: ranks made different numbers of reductions since the last flush.
+        """
+        keys, active = [], []
+        for index in sorted(self.slots):
+            for position, slots in enumerate(self.slots[index]):
+                for slot, param in enumerate(slots.flat.params):
+                    if param.grad is not None and not isinstance(param.grad, ReducedGradient):
+                        slots.arrived.add(slot)
+                    keys.append((index, position, slot))
+                    active.append(param.grad is not None)
+                if slots.arrived:
+                    self.finish()
+                    slots.collect()
+        pending = [any(slots.gradients.local is not None for slots in self.slots[index]) for index in self._order]
+        merged = self._merge([*active, *pending])
+        self._num_reduced = 0
+        for index, is_pending in zip(self._order, merged[len(active) :], strict=True):
+            if is_pending:
+                self._reduce(index)
+        self.finish()
+        for group in self.slots.values():
+            for slots in group:
+                slots.forget_cleared()
+        return {key for key, is_active in zip(keys, merged, strict=False) if is_active}
+
+    def drop(self) -> None:
+        """Forget every gradient."""
+        self.finish()
+        for group in self.slots.values():
+            for slots in group:
+                slots.drop()
+
+    def _merge(self, bits: list[bool]) -> list[bool]:
+        words = [self._num_reduced]
+        for start in range(0, len(bits), _WORD):
+            words.append(sum(1 << place for place, bit in enumerate(bits[start : start + _WORD]) if bit))
+        messages = self._comm.exchange(words)
+        counts = [message[0] for message in messages]
+        if len(set(counts)) > 1:
+            raise OrderMismatchError(
+                f"ranks reduced gradients different numbers of times before this step (by rank: {counts}); every rank must "
+                "run as many backwards, inside and outside of accumulate(model), as the others"
+            )
+        merged = [0] * len(words)
+        for message in messages:
+            merged = [have | new for have, new in zip(merged, message, strict=True)]
+        return [bool(merged[1 + place // _WORD] >> place % _WORD & 1) for place in range(len(bits))]
+
+    def _close(self, index: int) -> None:
+        if any(slots.gradients.reduced is not None for slots in self.slots[index]):
+            self.finish()
+        for slots in self.slots[index]:
+            slots.collect()
+        self._closed.append(index)
+
+    def _advance(self) -> None:
+        while not self.accumulating and self._position < len(self._order) and self._order[self._position] in self._closed:
+            self._reduce(self._order[self._position])
+            self._position += 1
+
+    def _reduce(self, index: int) -> None:
+        for slots in self.slots[index]:
+            self._tickets.append((slots.gradients.reduce(self._lanes), slots))
+        self._num_reduced += 1
+        free_when_done(self._tickets, _IN_FLIGHT)
+
+    def _agree(self) -> None:
+        if self._is_order_agreed or self.accumulating:
+            return
+        self._order = self._comm.exchange(self._closed)[0]
+        self._is_order_agreed = True

@@ -1,0 +1,120 @@
+"""Owns what a user sees of state that is not there: parameters whose values rest in shards, gradients already reduced.
+
+[Note: Released parameters]
+A released parameter is the same object as ever, with its shape, dtype and hooks; only its Python class differs, and
+that class lets nothing but metadata through. Every operation on it goes to its runtime, which gathers it on the spot
+during a forward or backward, and raises otherwise. Nothing in C++ reads a parameter without Python seeing it first:
+autograd's saved tensors are replaced by `SavedView`s (runtime.py), and gradients accumulate without reading weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from onefold.errors import ReducedGradientError
+
+_T = Tensor
+_GETTERS = (
+    "shape dtype device layout requires_grad grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_nested is_mkldnn is_mps is_xpu is_sparse_csr itemsize nbytes output_nr retains_grad names _version _backward_hooks "
+    "_post_accumulate_grad_hooks _base _grad _grad_fn is_complex is_floating_point"
+).split()
+_METHODS = (
+    "size stride dim numel nelement ndimension is_contiguous is_floating_point is_complex storage_offset get_device "
+    "element_size requires_grad_ register_hook register_post_accumulate_grad_hook is_signed has_names __hash__ __len__ "
+    "_is_view retain_grad is_shared __dir__"
+).split()
+_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed)
+
+
+def _metadata() -> frozenset[Any]:
+    allowed: set[Any] = set(_FUNCTIONS)
+    for name in _GETTERS:
+        attribute = getattr(_T, name, None)
+        if hasattr(attribute, "__get__"):
+            allowed.add(attribute.__get__)
+        if hasattr(attribute, "__set__"):
+            allowed.add(attribute.__set__)
+    allowed.update(getattr(_T, name) for name in _METHODS if hasattr(_T, name))
+    return frozenset(allowed)
+
+
+METADATA = _metadata()
+"""Functions that need no values, so a released parameter answers them."""
+
+
+class Owner(Protocol):
+    """Who can bring a released parameter back."""
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Name, unit and rank, for messages."""
+        ...
+
+    def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
+        """Make `params` readable for `func`, or raise ReleasedParameterError."""
+        ...
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter while its values rest in shards. See [Note: Released parameters]."""
+
+    _onefold_owner: Owner
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[misc]
+        raise TypeError("parameters become ReleasedParameter by being released; there is nothing to construct")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in METADATA:
+            released = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
+            if func is _T.__repr__:
+                return f"<released parameter {released[0]._onefold_owner.describe(released[0])}>"
+            for param in released:
+                param._onefold_owner.touch([param], func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class ReducedGradient(Tensor):
+    """Stands in `.grad` for a gradient that now lies, averaged, in shards. Its values are not here.
+
+    Setting `.grad` to None, or `zero_grad()`, discards the gradient as usual.
+    """
+
+    @staticmethod
+    def of(param: nn.Parameter, name: str) -> "ReducedGradient":
+        """A stand-in for the gradient of `param`: same shape and dtype, one element of memory."""
+        stand_in = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+        gradient = stand_in.as_subclass(ReducedGradient)
+        gradient._onefold_name = name  # type: ignore[attr-defined]
+        return gradient
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _GRADIENT_METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        reduced = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedGradient))
+        name = getattr(reduced, "_onefold_name", "a parameter")
+        if func is _T.__repr__:
+            return f"<gradient of {name}, reduced into shards>"
+        raise ReducedGradientError(
+            f"the gradient of {name} is already reduced into shards, so {getattr(func, '__name__', func)} cannot read it "
+            "here. To clip, pass max_grad_norm= to the onefold optimizer (its .grad_norm is the global norm); to update, use "
+            "an optimizer built by onefold (onefold.AdamW(model, ...), onefold.Elementwise for torch.optim classes); to "
+            "read it, use `with onefold.gathered(model):`"
+        )
+
+
+_GRADIENT_METADATA = frozenset(
+    {getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim")}
+    | {_T.size, _T.dim, _T.numel, _T.__hash__, _T.requires_grad_, _T.detach_}
+)

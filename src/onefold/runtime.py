@@ -1,0 +1,244 @@
+"""Owns a sharded model at run time: it brings units in before they are used and lets them go after.
+
+[Note: When a unit is needed]
+A unit is needed at one of four events: a forward of one of its modules starts; an operation touches a released parameter
+(released.py); autograd unpacks a tensor it saved; the frozen order says it comes next (prefetch). During forward,
+autograd's saved tensors that lie in a unit's buffer are replaced by `SavedView`s - an address, not a tensor - so a unit
+can be released after its forward, and whatever path a backward pass takes into the model, unpacking brings the unit back.
+
+[Note: When a unit is released]
+In forward when its modules have returned; in backward when nothing that autograd saved points into it any more, seen
+whenever another unit is needed; and at the end of every outermost forward and every backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.comm import Comm
+from onefold.errors import OnefoldError, ReleasedParameterError
+from onefold.reducer import Reducer
+from onefold.schedule import BACKWARD, Schedule, Unscheduled
+from onefold.streams import Lanes
+from onefold.unit import Flat, PartUnit, Unit, Use
+
+
+class SavedView:
+    """The address of a saved tensor inside a unit's flat buffer."""
+
+    __slots__ = ("flat", "offset", "shape", "strides", "unit", "use", "version")
+
+    def __init__(self, unit: Unit, flat: Flat, tensor: Tensor) -> None:
+        self.unit, self.flat, self.use, self.version = unit, flat, unit.use, flat.version
+        self.shape, self.strides, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.use.outstanding += 1
+
+    def __del__(self) -> None:
+        self.use.outstanding -= 1
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Runtime:
+    """Runs one sharded model. `root` is unit 0; `prefetch_bytes` bounds units gathered ahead of their use."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, lanes: Lanes, reducer: Reducer, prefetch_bytes: int) -> None:
+        self.units = tuple(units)
+        self.comm = comm
+        self.lanes = lanes
+        self.reducer = reducer
+        self.prefetch_bytes = prefetch_bytes
+        self._flats = {flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats}
+        self.schedule: Schedule | Unscheduled = (
+            Schedule([unit.name for unit in units], comm.exchange, self._issue, comm.rank) if self._flats else Unscheduled()
+        )
+        self._entered: list[tuple[nn.Module, Unit]] = []
+        self._pushed: list[bool] = []
+        self._backward_open = False
+        self._unfreed: list[Unit] = []
+
+    # --- forward ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no forward of a hooked module is running (recomputation in backward does not count)."""
+        return not self._entered
+
+    def enter(self, module: nn.Module, unit: Unit, name: str) -> None:
+        """The forward of a unit's module starts."""
+        if self.is_outermost and not in_backward():
+            self.settle()
+            self.schedule.begin(f"forward of {name or 'the model'}")
+            for each in self.units:
+                each.use = Use()
+            self.push_saving()
+        self._entered.append((module, unit))
+        unit.depth += 1
+        self.need(unit)
+
+    def leave(self, module: nn.Module) -> None:
+        """The forward of a unit's module ended, normally or by an exception (which may have skipped inner calls)."""
+        if all(entered is not module for entered, _ in self._entered):
+            return
+        left = None
+        while left is not module:
+            left, unit = self._entered.pop()
+            unit.depth -= 1
+            self._leave_unit(unit)
+        if self.is_outermost and not in_backward():
+            self.pop_saving()
+            self.release_unpinned()
+            self.schedule.end()
+
+    def _leave_unit(self, unit: Unit) -> None:
+        if unit.is_done() and unit.index != 0 and not in_backward():
+            self._release(unit)
+
+    def need(self, unit: Unit) -> None:
+        """Make a unit's parameters readable on the current stream, and start gathering what comes next."""
+        if unit.is_gathered and unit.is_used:
+            return
+        if unit.is_gathered:
+            self.schedule.use(unit.index)
+        else:
+            self._release_done(unit)
+            self.schedule.request(unit.index)
+        unit.wait()
+        self._prefetch()
+
+    def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
+        """Gather released parameters that `func` is about to read, if a pass of the model is running."""
+        for param in params:
+            unit, _, _ = self.locate(param)
+            if self.schedule.phase is None:
+                raise ReleasedParameterError(
+                    f"{self.describe(param)} is not gathered: its values rest in shards on {self.comm.num_ranks} ranks, so "
+                    f"{getattr(func, '__name__', func)} cannot read it here. Use it inside the model's forward, or inside "
+                    "`with onefold.gathered(model):` (write=True to change it)"
+                )
+            self.need(unit)
+
+    def locate(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
+        """The unit, flat buffer and slot of a parameter."""
+        for unit in self.units:
+            for flat in unit.flats:
+                for slot, candidate in enumerate(flat.params):
+                    if candidate is param:
+                        return unit, flat, slot
+        raise OnefoldError("this parameter does not belong to the sharded model")
+
+    def describe(self, param: nn.Parameter) -> str:
+        unit, flat, slot = self.locate(param)
+        return f"{flat.names[slot]!r} {flat.layout.slots[slot].shape} (unit {unit.name!r}, rank {self.comm.rank})"
+
+    # --- saved tensors ---------------------------------------------------------------------------------------------
+
+    def push_saving(self) -> None:
+        """From here on autograd saves addresses instead of views of units. See [Note: When a unit is needed].
+
+        Not where other saving hooks are active: activation checkpoints and offloaders take care of what they see.
+        """
+        active = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+        self._pushed.append(bool(self._flats) and not active)
+        if self._pushed[-1]:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)  # type: ignore[attr-defined]
+
+    def pop_saving(self) -> None:
+        """Undo the latest `push_saving`."""
+        if self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+
+    def _pack(self, tensor: Tensor) -> "Tensor | SavedView":
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return tensor
+        found = self._flats.get(tensor.untyped_storage()._cdata)
+        if found is None or found[1].buffer.whole.dtype != tensor.dtype:
+            return tensor
+        return SavedView(*found, tensor)
+
+    def _unpack(self, saved: "Tensor | SavedView") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.version != saved.flat.version:
+            raise OnefoldError(
+                f"parameters of unit {saved.unit.name!r} were updated between this forward and its backward; run backward "
+                "before optimizer.step()"
+            )
+        if in_backward():
+            self.open_backward()
+        saved.unit.open_uses.add(saved.use)
+        self.need(saved.unit)
+        return saved.flat.buffer.whole.as_strided(saved.shape, saved.strides, saved.offset)
+
+    # --- backward --------------------------------------------------------------------------------------------------
+
+    def open_backward(self) -> None:
+        """Called at every event inside a backward pass; the first one arranges for the end."""
+        if self._backward_open:
+            return
+        self._backward_open = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
+        self.schedule.begin(BACKWARD)
+        self.reducer.begin()
+        self._prefetch()
+
+    def settle(self) -> None:
+        """Clean up after a backward pass that an exception ended. Outside of passes nothing is left open."""
+        if self._backward_open and not in_backward():
+            self._backward_open = False
+            self.schedule.abort()
+            self.reducer.abort()
+            self._entered.clear()
+            self.release_unpinned()
+
+    def _close_backward(self) -> None:
+        self._backward_open = False
+        self.release_unpinned()
+        self.reducer.end()
+        self.schedule.end()
+        self.release_unpinned()
+
+    # --- gathering and releasing -----------------------------------------------------------------------------------
+
+    def _issue(self, index: int) -> None:
+        unit = self.units[index]
+        if unit.is_gathered:
+            unit.wait()
+        unit.gather()
+
+    def _prefetch(self) -> None:
+        if self.schedule.upcoming is None:
+            return
+        ahead = sum(unit.nbytes for unit in self.units if unit.is_gathered and not unit.is_used)
+        while self.schedule.upcoming is not None:
+            unit = self.units[self.schedule.upcoming]
+            ahead += unit.nbytes
+            if unit.is_gathered or ahead > self.prefetch_bytes:
+                return
+            self.schedule.issue_next()
+
+    def _release_done(self, wanted: Unit) -> None:
+        if in_backward():
+            for unit in self.units:
+                if unit is not wanted and unit.is_gathered and unit.is_used and unit.is_done():
+                    self._release(unit)
+        self._unfreed = [unit for unit in self._unfreed if not unit.is_gathered and not unit.try_free()]
+
+    def release_unpinned(self) -> None:
+        """Release every unit that no `gathered` context holds."""
+        for unit in self.units:
+            if unit.pins == 0:
+                unit.depth = 0
+                if unit.is_gathered:
+                    self._release(unit)
+        self._unfreed = [unit for unit in self._unfreed if not unit.is_gathered and not unit.try_free()]
+
+    def _release(self, unit: Unit) -> None:
+        unit.release()
+        if not unit.try_free():
+            self._unfreed.append(unit)

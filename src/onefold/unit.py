@@ -1,0 +1,187 @@
+"""Owns a unit: the parameters of one module that are gathered, reduced and released together.
+
+[Note: Version counters]
+Parameters are bound by `param.data = view`, so each keeps a version counter of its own: refilling the flat buffer is not
+a modification that autograd could see. What autograd should see - an update between forward and backward - is counted
+in `Flat.version` and checked where saved weights are unpacked.
+
+[Note: Logical and physical release]
+`is_gathered` is logical: it changes at points of the program that are the same on every rank, and decides whether a use
+needs a collective. The storage behind it may outlive a release as long as somebody holds a view (buffer.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from onefold.buffer import Buffer, Master
+from onefold.comm import Comm
+from onefold.gradients import Gradients
+from onefold.layout import Layout
+from onefold.released import Owner, ReducedGradient, ReleasedParameter
+from onefold.streams import Lanes, Ticket
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """What a flat buffer has only if its parameters are trained."""
+
+    master: Master
+    gradients: Gradients
+    start: int
+    """Index in the flat buffer of the first element this rank updates."""
+    numel: int
+    """Elements this rank updates."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Flat:
+    """Parameters of one unit with one dtype, all trained or all frozen, in one flat buffer."""
+
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    buffer: Buffer
+    weight: Tensor
+    """The compute weights this rank keeps: its shard, a view of its range, or the whole buffer."""
+    trained: Trained | None
+    version: int = 0
+    """Updates so far."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.buffer.layout
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps."""
+        shared = self.weight.untyped_storage()._cdata == self.buffer.storage_id
+        return self.buffer.nbytes if shared else self.weight.nbytes
+
+
+class Use:
+    """Counts the saved tensors of one forward pass that still point into a unit."""
+
+    __slots__ = ("outstanding",)
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+
+
+class Unit:
+    """One unit whose parameters rest whole: always gathered. `PartUnit` is the partitioned kind."""
+
+    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
+        self.name = name
+        self.index = index
+        self.flats = tuple(flats)
+        self.is_gathered = True
+        self.is_used = True
+        """Whether computation asked for it since it was gathered (prefetched units were not asked for yet)."""
+        self.depth = 0
+        """Forwards of its modules that are running."""
+        self.pins = 0
+        """`gathered` contexts that hold it."""
+        self.use = Use()
+        self.open_uses: set[Use] = set()
+        self._comm = comm
+        self._lanes = lanes
+        self._tickets: list[Ticket] = []
+
+    @property
+    def trained_flats(self) -> list[tuple[Flat, Trained]]:
+        return [(flat, flat.trained) for flat in self.flats if flat.trained is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered unit."""
+        return sum(flat.buffer.nbytes for flat in self.flats)
+
+    def adopt(self, owner: Owner) -> None:
+        """Tie every parameter to the runtime that answers for it."""
+        for flat in self.flats:
+            for param in flat.params:
+                param._onefold_owner = owner  # type: ignore[attr-defined]
+
+    def gather(self) -> None:
+        """Start making all parameters whole."""
+
+    def wait(self) -> None:
+        """Let the current stream read the gathered parameters."""
+
+    def release(self) -> None:
+        """Let go of the whole parameters."""
+
+    def try_free(self) -> bool:
+        """Give memory of released parameters back; False if somebody still holds views of it."""
+        return True
+
+    def refresh(self) -> None:
+        """After an update of `weight`: bring every rank's part into the whole buffer."""
+        for flat, trained in self.trained_flats:
+            flat.version += 1
+            if trained.numel < flat.layout.numel:
+                launch = partial(self._comm.all_gather, flat.buffer.whole, flat.weight)
+                self._tickets.append(self._lanes.gather.run(launch, after=[self._lanes.mark()]))
+            torch.autograd.graph.increment_version(flat.params)
+
+    def wait_tickets(self) -> None:
+        """Order the current stream after every gather that was started."""
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.wait()
+
+    def is_done(self) -> bool:
+        """Whether nothing that autograd saved, and no running forward, needs the parameters any more."""
+        return self.depth == 0 and self.pins == 0 and all(use.outstanding == 0 for use in self.open_uses)
+
+
+class PartUnit(Unit):
+    """One unit whose parameters rest in shards: gathered for use, released after."""
+
+    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
+        super().__init__(name, index, flats, comm, lanes)
+        self._classes = [type(param) for flat in self.flats for param in flat.params]
+
+    def gather(self) -> None:
+        self.is_gathered = True
+        self.is_used = False
+        for flat in self.flats:
+            flat.buffer.grow()
+
+            launch = partial(self._comm.all_gather, flat.buffer.whole, flat.weight)
+            self._tickets.append(self._lanes.gather.run(launch))
+
+    def wait(self) -> None:
+        if self.is_used:
+            return
+        self.wait_tickets()
+        self.is_used = True
+        params = [param for flat in self.flats for param in flat.params]
+        for param, cls in zip(params, self._classes, strict=True):
+            param.__class__ = cls
+
+    def release(self) -> None:
+        self.wait_tickets()
+        self.is_gathered = self.is_used = False
+        self.open_uses = set()
+        for flat in self.flats:
+            for param in flat.params:
+                param.__class__ = ReleasedParameter
+
+    def try_free(self) -> bool:
+        freed = all([flat.buffer.shrink() for flat in self.flats])
+        self._lanes.order_gather()
+        return freed
+
+    def refresh(self) -> None:
+        for flat, _ in self.trained_flats:
+            flat.version += 1
+        self._lanes.order_gather()
+
+
+def stand_in(flat: Flat, slot: int) -> ReducedGradient:
+    """The stand-in for the gradient of one parameter of `flat`."""
+    return ReducedGradient.of(flat.params[slot], flat.names[slot])
