@@ -1,0 +1,215 @@
+"""Owns the step: global norm, clipping, loss scale, and the update of the flat shards this rank is responsible for.
+
+Invariant: the numbers a step works with - norm, clip factor, skip - are the same on every rank, and for elements with
+the same gradients the update is the same whatever the plan.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.elementwise import TorchRule
+from onefold.errors import OptimizerError
+from onefold.reducer import Slots
+from onefold.rules import Rule
+from onefold.session import Session, session_of
+from onefold.unit import Flat
+from onefold.update import FlatUpdate, Key, RuleUpdate, SliceUpdate
+
+NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of Onefold's optimizers: a rule applied to the shards of a sharded model.
+
+    Args:
+        model: what `onefold.shard` returned.
+        rule: the update rule.
+        defaults: hyper-parameters of the rule that differ from its defaults.
+        no_decay: names or fnmatch patterns of parameters (or a function of name and parameter) without weight decay.
+        param_groups: groups as in torch.optim (each a dict with "params"); None means all trained parameters.
+        max_grad_norm: clip the global L2 norm of the averaged, unscaled gradient to this; None does not clip.
+
+    Attributes:
+        grad_norm: that norm before clipping, of the last step (float; inf or nan where gradients overflowed).
+        skipped: whether the last step was skipped because a gradient on some rank was not finite.
+        loss_scale: the loss scale now (1.0 without scaling).
+
+    Raises:
+        OptimizerError: the model is not sharded, or groups hold parameters that are not its trained parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: Rule | TorchRule,
+        *,
+        no_decay: NoDecay = (),
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        session = session_of(model, "an optimizer")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise OptimizerError(f"max_grad_norm={max_grad_norm!r}: give a positive norm, or None to leave gradients alone")
+        self._session = session
+        self._rule = rule
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = 0.0
+        self.skipped = False
+        groups = _groups(model, session, no_decay, param_groups)
+        super().__init__(groups, dict(rule.defaults()))
+        self._updates = self._build_updates()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor gradients are scaled by inside the model."""
+        return self._session.scaler.scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the weights from the gradients reduced since the last `zero_grad`.
+
+        Every rank must call it. Parameters without a gradient on any rank are left alone. The step is skipped on every
+        rank when a gradient on any rank is not finite.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        session = self._session
+        session.runtime.settle()
+        active = session.reducer.flush()
+        norm = self._global_norm()
+        self.skipped = not norm < float("inf")
+        self.grad_norm = norm
+        if not self.skipped:
+            factors = self._factors(norm)
+            for update in self._updates:
+                update.apply(active, factors)
+            for unit in session.runtime.units:
+                unit.refresh()
+            for unit in session.runtime.units:
+                unit.wait_tickets()
+        session.scaler.update(self.skipped)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients and free their memory (`set_to_none` is always meant)."""
+        self._session.runtime.settle()
+        self._session.reducer.drop()
+
+    def state_itemsize(self, flat: Flat) -> int:
+        """Bytes of optimizer state an element of one flat buffer, master weights not counted."""
+        return next((update.state_itemsize for update in self._updates if update.flat is flat), 0)
+
+    def held(self) -> list[Tensor]:
+        """The optimizer state tensors of this rank, master weights included."""
+        return [tensor for update in self._updates for tensor in update.held()]
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same plan."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {
+            "layout": self._session.fingerprint,
+            "updates": [update.state_dict() for update in self._updates],
+            "param_groups": groups,
+            "scaler": self._session.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            OptimizerError: it was saved by another rank, number of ranks, plan or model.
+        """
+        if state_dict.get("layout") != self._session.fingerprint:
+            raise OptimizerError(
+                f"this optimizer state was saved as {state_dict.get('layout')}, but this is {self._session.fingerprint}; "
+                "a rank's own state loads only into the same rank, number of ranks, plan and model"
+            )
+        for update, saved in zip(self._updates, state_dict["updates"], strict=True):
+            update.load_state_dict(saved)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        self._session.scaler.load_state_dict(state_dict["scaler"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_updates"):
+            raise OptimizerError("parameter groups are fixed when the optimizer is built; pass them all in param_groups=")
+        super().add_param_group(param_group)
+
+    def _build_updates(self) -> list[FlatUpdate]:
+        group_of = {id(param): group for group in self.param_groups for param in group["params"]}
+        updates: list[FlatUpdate] = []
+        for index, slots_group in sorted(self._session.reducer.slots.items()):
+            for position, slots in enumerate(slots_group):
+                groups = [group_of.get(id(param)) for param in slots.flat.params]
+                if any(group is not None for group in groups):
+                    updates.append(self._build_update(slots, (index, position), groups))
+        return updates
+
+    def _build_update(self, slots: Slots, key: Key, groups: Sequence[Mapping[str, Any] | None]) -> FlatUpdate:
+        if isinstance(self._rule, TorchRule):
+            return SliceUpdate(self._rule, slots, key, groups)
+        return RuleUpdate(self._rule, slots, key, groups)
+
+    def _global_norm(self) -> float:
+        """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""
+        session = self._session
+        squares = torch.zeros((), dtype=torch.float64, device=session.device)
+        for group in session.reducer.slots.values():
+            for slots in group:
+                kept = slots.gradients.reduced
+                if kept is not None:
+                    own = slots.gradients.keep.own(kept)
+                    squares += torch.linalg.vector_norm(own, dtype=torch.float64).square()
+        every = torch.zeros(session.comm.num_ranks, dtype=torch.float64, device=session.device)
+        finish = session.comm.all_gather(every, squares.reshape(1))
+        if finish is not None:
+            finish()
+        return float(every.sum().sqrt()) / self.loss_scale
+
+    def _factors(self, norm: float) -> tuple[float, ...]:
+        """What gradients are multiplied with, one after another: unscaling, then clipping as torch computes it."""
+        factors = [1 / self.loss_scale] if self.loss_scale != 1 else []
+        if self.max_grad_norm is not None:
+            total = torch.tensor(norm, dtype=torch.float32)
+            factors.append(float((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0)))
+        return tuple(factor for factor in factors if factor != 1)
+
+
+def _groups(
+    model: nn.Module, session: Session, no_decay: NoDecay, param_groups: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    trained = {
+        id(param): param for group in session.reducer.slots.values() for slots in group for param in slots.flat.params
+    }
+    if param_groups is None:
+        param_groups = [{"params": [param for _, param in model.named_parameters() if id(param) in trained]}]
+    patterns: list[str] = [] if callable(no_decay) else [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names.values())]
+    if unmatched:
+        raise OptimizerError(f"no_decay pattern {unmatched[0]!r} matches no parameter; names look like {next(iter(names.values()), '')!r}")
+    chosen: list[dict[str, Any]] = []
+    for group in param_groups:
+        kept: list[nn.Parameter] = []
+        spared: list[nn.Parameter] = []
+        params = group["params"]
+        for param in [params] if isinstance(params, Tensor) else list(params):
+            if id(param) not in names:
+                raise OptimizerError("a parameter group holds a tensor that is not a parameter of the sharded model")
+            if id(param) not in trained:
+                continue
+            name = names[id(param)]
+            is_spared = no_decay(name, param) if callable(no_decay) else any(fnmatchcase(name, p) for p in patterns)
+            (spared if is_spared else kept).append(param)
+        chosen.append({**group, "params": kept})
+        if spared:
+            chosen.append({**group, "params": spared, "weight_decay": 0.0})
+    if not any(group["params"] for group in chosen):
+        raise OptimizerError("no parameter of the model is trained: all were frozen when onefold.shard was called")
+    return chosen

@@ -1,0 +1,74 @@
+"""Owns what belongs to one sharded model: its plan, runtime, reducer and loss scale, found again from model or parameter."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import Comm
+from onefold.dtypes import Precision
+from onefold.errors import OnefoldError, OptimizerError
+from onefold.plan import Plan
+from onefold.reducer import Reducer
+from onefold.runtime import Runtime
+from onefold.scaler import Scaler
+
+_ATTRIBUTE = "_onefold_session"
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Session:
+    """One sharded model. It answers for released parameters (released.Owner)."""
+
+    plan: Plan
+    precision: Precision
+    device: torch.device
+    comm: Comm
+    runtime: Runtime
+    reducer: Reducer
+    scaler: Scaler
+    fingerprint: str
+    """Plan, ranks and geometry in one word: equal where rank-local state can be exchanged."""
+
+    def describe(self, param: nn.Parameter) -> str:
+        return self.runtime.describe(param)
+
+    def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
+        self.runtime.touch(params, func)
+
+    def attach(self, model: nn.Module) -> None:
+        """Make the session findable from the model and from each of its parameters."""
+        object.__setattr__(model, _ATTRIBUTE, self)
+        for unit in self.runtime.units:
+            unit.adopt(self)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `onefold.shard` already took this model, or a part of it."""
+    return any(_ATTRIBUTE in vars(module) for module in model.modules()) or any(
+        hasattr(param, "_onefold_owner") for param in model.parameters()
+    )
+
+
+def session_of(target: "nn.Module | nn.Parameter | Iterable[nn.Parameter]", what: str) -> Session:
+    """The session of a sharded model, of a part of one, or of its parameters.
+
+    Raises:
+        OnefoldError: it was not sharded; `what` says what needs it.
+    """
+    if isinstance(target, nn.Module):
+        found = vars(target).get(_ATTRIBUTE)
+        candidates: Iterable[nn.Parameter] = target.parameters()
+    else:
+        found = None
+        candidates = [target] if isinstance(target, nn.Parameter) else target
+    for param in candidates if found is None else ():
+        found = getattr(param, "_onefold_owner", None)
+        break
+    if not isinstance(found, Session):
+        raise (OptimizerError if "optimizer" in what else OnefoldError)(
+            f"{what} needs a model that onefold.shard returned; call model = onefold.shard(model, plan) first"
+        )
+    return found

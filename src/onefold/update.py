@@ -1,0 +1,185 @@
+"""Owns the update of one flat buffer: which runs of it a rule works on, with whose hyper-parameters and which step.
+
+Neighbouring parameters of one group at the same step form one run, so a rule sees few long tensors.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onefold.buffer import exact_dtype
+from onefold.elementwise import TorchRule, probe
+from onefold.layout import Piece
+from onefold.reducer import Slots
+from onefold.rules import Rule
+from onefold.unit import Flat, Trained
+
+Group = Mapping[str, Any]
+Key = tuple[int, int]
+"""Unit index, and position among its trained flat buffers."""
+
+
+class FlatUpdate(Protocol):
+    """Updates one flat buffer."""
+
+    flat: Flat
+
+    def apply(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
+        """Update the parameters in `active`; gradients are first multiplied by `factors`, one after another."""
+        ...
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of state an element, master weights not counted."""
+        ...
+
+    def held(self) -> list[Tensor]:
+        """State tensors and master weights of this rank."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    start: int
+    stop: int
+    group: Group
+    step: int
+
+
+class _Update:
+    """What both kinds share: loading exact weights and gradients, and storing the weights again."""
+
+    def __init__(self, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
+        trained = slots.flat.trained
+        if trained is None:
+            raise ValueError(f"{slots.flat.names} are frozen")
+        self.flat = slots.flat
+        self._trained: Trained = trained
+        self._slots = slots
+        self._key = key
+        self._groups = groups
+        self._dtype = exact_dtype(slots.flat.weight.dtype)
+        self._pieces = slots.flat.layout.pieces_between(trained.start, trained.start + trained.numel)
+
+    def apply(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
+        slots = {slot for slot, group in enumerate(self._groups) if group is not None and (*self._key, slot) in active}
+        reduced = self._trained.gradients.reduced
+        if not slots or reduced is None:
+            return
+        master = self._trained.master.load()
+        grad = self._trained.gradients.keep.updated(reduced).to(self._dtype, copy=True)
+        for factor in factors:
+            grad.mul_(factor)
+        self._update(master, grad, slots)
+        self._trained.master.store(master)
+
+    def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
+        raise NotImplementedError
+
+    def _group(self, slot: int) -> Group:
+        group = self._groups[slot]
+        if group is None:
+            raise KeyError(slot)
+        return group
+
+    def _held_master(self) -> list[Tensor]:
+        return list(self._trained.master.held())
+
+
+class RuleUpdate(_Update):
+    """Runs one of Onefold's rules over long runs, with flat state."""
+
+    def __init__(self, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
+        super().__init__(slots, key, groups)
+        self._rule = rule
+        self._steps = [0] * len(groups)
+        self._state: dict[str, Tensor] = {}
+        device = slots.flat.weight.device
+        for piece in self._pieces:
+            group = groups[piece.slot]
+            for name in rule.state_names(group) if group is not None else ():
+                if name not in self._state:
+                    self._state[name] = torch.zeros(self._trained.numel, dtype=self._dtype, device=device)
+                rule.init_state(name, self._state[name][piece.start : piece.stop], self._group(piece.slot))
+
+    @property
+    def state_itemsize(self) -> int:
+        return sum(tensor.element_size() for tensor in self._state.values())
+
+    def held(self) -> list[Tensor]:
+        return [*self._held_master(), *self._state.values()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self._steps), "state": dict(self._state), "master": self._held_master()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = list(state["steps"])
+        for name, tensor in self._state.items():
+            tensor.copy_(state["state"][name])
+        for mine, saved in zip(self._held_master(), state["master"], strict=True):
+            mine.copy_(saved)
+
+    def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
+        for slot in slots:
+            self._steps[slot] += 1
+        for run in self._runs(slots):
+            part = slice(run.start, run.stop)
+            state = {name: self._state[name][part] for name in self._rule.state_names(run.group)}
+            self._rule.update(master[part], grad[part], state, run.group, run.step)
+
+    def _runs(self, slots: set[int]) -> Iterator[_Run]:
+        run: _Run | None = None
+        previous: Piece | None = None
+        for piece in self._pieces:
+            if piece.slot not in slots:
+                previous = None
+                continue
+            group, step = self._group(piece.slot), self._steps[piece.slot]
+            if run is not None and previous is not None and run.group is group and run.step == step:
+                run = _Run(run.start, piece.stop, group, step)
+            else:
+                if run is not None:
+                    yield run
+                run = _Run(piece.start, piece.stop, group, step)
+            previous = piece
+        if run is not None:
+            yield run
+
+
+class SliceUpdate(_Update):
+    """Runs a torch.optim class over each parameter's slice, with the class's own state."""
+
+    def __init__(self, rule: TorchRule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
+        super().__init__(slots, key, groups)
+        self._rule = rule
+        self._states = [rule.new_state() for _ in self._pieces]
+
+    @property
+    def state_itemsize(self) -> int:
+        return probe(self._rule.cls, self._rule.kwargs).state_itemsize(self._dtype)
+
+    def held(self) -> list[Tensor]:
+        return self._held_master() + [
+            value for state in self._states for value in state.values() if isinstance(value, Tensor) and value.dim()
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"states": [dict(state) for state in self._states], "master": self._held_master()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._states = [dict(saved) for saved in state["states"]]
+        for mine, saved in zip(self._held_master(), state["master"], strict=True):
+            mine.copy_(saved)
+
+    def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
+        for piece, state in zip(self._pieces, self._states, strict=True):
+            if piece.slot in slots:
+                part = slice(piece.start, piece.stop)
+                self._rule.update_slice(master[part], grad[part], state, self._group(piece.slot))
