@@ -1,0 +1,37 @@
+"""Onefold: train PyTorch models too big for the hardware at hand, by holding every byte of training state exactly once."""
+
+from onefold import errors
+from onefold.access import accumulate, gathered, measured, predicted
+from onefold.budget import Budget
+from onefold.dtypes import DynamicLossScale, Precision
+from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
+from onefold.plan import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
+from onefold.shard import shard
+
+__all__ = [
+    "INFINITY",
+    "OFFLOAD",
+    "OFFLOAD_3",
+    "SGD",
+    "ZERO_0",
+    "ZERO_1",
+    "ZERO_2",
+    "ZERO_3",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Budget",
+    "DynamicLossScale",
+    "Elementwise",
+    "Lion",
+    "Placement",
+    "Plan",
+    "Precision",
+    "Tier",
+    "accumulate",
+    "errors",
+    "gathered",
+    "measured",
+    "predicted",
+    "shard",
+]

@@ -1,0 +1,186 @@
+"""Owns what users do with a sharded model between steps: read it whole, write it, accumulate, count its bytes."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.budget import Budget, FlatSpec
+from onefold.errors import ReleasedParameterError
+from onefold.optimizer import Optimizer
+from onefold.plan import Tier
+from onefold.reducer import Slots
+from onefold.session import Session, session_of
+from onefold.unit import Flat, Unit
+
+Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Inside, backward passes only add up gradients on this rank; the first one after it reduces the sum.
+
+    Gradients are kept whole on every rank meanwhile. (Without it, every backward reduces and adds to the shards: more
+    traffic, less memory, the same mean.) The caller divides its loss by the number of micro-batches.
+    """
+    reducer = session_of(model, "accumulate").reducer
+    reducer.accumulating += 1
+    try:
+        yield
+    finally:
+        reducer.accumulating -= 1
+
+
+@contextmanager
+def gathered(target: Target, write: bool = False) -> Iterator[None]:
+    """Inside, parameters are whole and readable on every rank, and so are their gradients.
+
+    `.grad` is the whole gradient, averaged and unscaled, where one is pending between backward and `zero_grad`; else
+    None. Every rank must enter and leave.
+
+    Args:
+        target: a sharded model, a module of it, a parameter, or parameters. Units are gathered as a whole.
+        write: keep changes: what rank 0 wrote is what every rank's shard and master weights hold afterwards.
+    """
+    session = session_of(target, "gathered")
+    params = list(target.parameters()) if isinstance(target, nn.Module) else [target] if isinstance(target, nn.Parameter) else list(target)
+    view = _Gathered(session, params, write)
+    view.enter()
+    try:
+        yield
+    finally:
+        view.leave()
+
+
+class _Gathered:
+    def __init__(self, session: Session, params: list[nn.Parameter], write: bool) -> None:
+        wanted = {id(param) for param in params}
+        self._session = session
+        self._write = write
+        self._units = [
+            unit
+            for unit in session.runtime.units
+            if any(id(param) in wanted for flat in unit.flats for param in flat.params)
+        ]
+        self._before: dict[int, Tensor] = {}
+        self._shown: list[tuple[Slots, int, Tensor]] = []
+
+    def enter(self) -> None:
+        runtime = self._session.runtime
+        runtime.settle()
+        active = self._session.reducer.flush()
+        for unit in self._units:
+            if not unit.is_gathered:
+                unit.gather()
+            unit.wait()
+            unit.pins += 1
+            if self._write:
+                self._before.update({id(flat): flat.weight.clone() for flat in unit.flats})
+        self._show_gradients(active)
+        runtime.push_saving()
+
+    def leave(self) -> None:
+        runtime = self._session.runtime
+        runtime.pop_saving()
+        for slots, slot, shown in self._shown:
+            param = slots.flat.params[slot]
+            if param.grad is shown:
+                param.grad = slots.stand_ins[slot]
+        for unit in self._units:
+            if self._write:
+                self._keep(unit)
+            unit.pins -= 1
+        runtime.release_unpinned()
+
+    def _show_gradients(self, active: set[tuple[int, int, int]]) -> None:
+        scale = self._session.scaler.scale
+        for unit in self._units:
+            for position, slots in enumerate(self._session.reducer.slots.get(unit.index, ())):
+                here = [slot for slot in range(len(slots.flat.params)) if (unit.index, position, slot) in active]
+                if not here:
+                    continue
+                whole = slots.gradients.whole()
+                for slot in here:
+                    param = slots.flat.params[slot]
+                    shown = whole[slot].to(param.dtype)
+                    param.grad = shown / scale if scale != 1 else shown
+                    self._shown.append((slots, slot, param.grad))
+
+    def _keep(self, unit: Unit) -> None:
+        """Make rank 0's values everyone's; weights that did not change keep their exact master."""
+        for flat in unit.flats:
+            self._session.comm.broadcast(flat.buffer.whole)
+            before = self._before[id(flat)]
+            start = flat.trained.start if flat.trained else self._session.comm.rank * flat.layout.shard_numel
+            after = flat.buffer.whole[start : start + flat.weight.numel()] if flat.weight.numel() < flat.layout.numel else flat.buffer.whole
+            if flat.trained is None:
+                flat.weight.copy_(after)
+                continue
+            after = after.clone()
+            flat.weight.copy_(before)
+            exact = flat.trained.master.load()
+            changed = before != after
+            exact[changed] = after[changed].to(exact.dtype)
+            flat.trained.master.store(exact)
+        unit.refresh()
+        unit.wait_tickets()
+
+
+def install_state_dict_hooks(model: nn.Module, session: Session) -> None:
+    """Let `load_state_dict` write through to shards and master weights, and `state_dict` say where it can be called."""
+    open_views: list[_Gathered] = []
+
+    def before_load(*_: Any) -> None:
+        view = _Gathered(session, list(model.parameters()), write=True)
+        view.enter()
+        open_views.append(view)
+
+    def after_load(*_: Any) -> None:
+        open_views.pop().leave()
+
+    def before_save(*_: Any) -> None:
+        if any(not unit.is_gathered for unit in session.runtime.units):
+            raise ReleasedParameterError(
+                "model.state_dict() needs whole parameters, but they rest in shards: call it inside "
+                "`with onefold.gathered(model):` on every rank (and clone what should outlive the block)"
+            )
+
+    model._register_load_state_dict_pre_hook(before_load)
+    model.register_load_state_dict_post_hook(after_load)
+    model.register_state_dict_pre_hook(before_save)
+
+
+def predicted(model: nn.Module, optimizer: Optimizer) -> Budget:
+    """What one rank should hold and send, by the plan and the geometry alone."""
+    session = session_of(model, "predicted")
+    specs = [[_spec(session, unit, flat, optimizer) for flat in unit.flats] for unit in session.runtime.units]
+    return Budget.of(session.plan, specs)
+
+
+def measured(model: nn.Module, optimizer: Optimizer) -> Budget:
+    """What this rank really holds now: bytes of parameters, gradients and optimizer state, summed over its tensors.
+
+    Gradients count from backward until `zero_grad`.
+    """
+    session = session_of(model, "measured")
+    flats = [flat for unit in session.runtime.units for flat in unit.flats]
+    gradients = [flat.trained.gradients for flat in flats if flat.trained is not None]
+    grads = sum(kept.nbytes for each in gradients for kept in (each.local, each.reduced) if kept is not None)
+    none = {tier: 0 for tier in Tier}
+    return Budget(
+        params_bytes={**none, Tier.DEVICE: sum(flat.resting_bytes for flat in flats)},
+        grads_bytes={**none, Tier.DEVICE: grads},
+        optim_bytes={**none, Tier.DEVICE: sum(tensor.nbytes for tensor in optimizer.held())},
+    )
+
+
+def _spec(session: Session, unit: Unit, flat: Flat, optimizer: Optimizer) -> FlatSpec:
+    trained = flat.trained
+    return FlatSpec(
+        layout=flat.layout,
+        param_itemsize=flat.weight.element_size(),
+        grad_itemsize=0 if trained is None else torch.empty(0, dtype=trained.gradients.dtype).element_size(),
+        optim_itemsize=0 if trained is None else trained.master.itemsize + optimizer.state_itemsize(flat),
+    )

@@ -1,0 +1,136 @@
+"""Owns the choice of units: which module's parameters are gathered together.
+
+Rules, in this order:
+1. What `units=` names: classes, modules, or names (fnmatch patterns).
+2. Else every element of an outermost homogeneous list (ModuleList or Sequential whose elements are of one class): the
+   repeated blocks of a model.
+3. Outside those, every large leaf module (embedding, output head); in a model without blocks, subtrees of a fair size.
+4. A large parameter shared by several units is a unit of its own, gathered for each of the modules that hold it.
+5. The rest is the root unit, gathered while the model runs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from onefold.errors import ShardError
+
+LARGE_NUMEL = 2**20
+"""Below this a module is not worth a gather of its own."""
+_FAIR_SHARE = 8
+"""A model without blocks is cut into subtrees of at most one part in this many."""
+
+UnitChoice = Iterable["type[nn.Module] | nn.Module | str"]
+
+
+@dataclass(slots=True, kw_only=True)
+class UnitSpec:
+    """One unit to be: its name, the modules whose forward needs it, and its parameters by name."""
+
+    name: str
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
+    """The units of `model`, root first, then in the order the model registers them.
+
+    Raises:
+        ShardError: `units` names nothing in the model.
+    """
+    if units is None:
+        blocks = list(_blocks("", model))
+        chosen = blocks + list(_large(model, blocks))
+    else:
+        chosen = _named(model, list(units))
+    order = {id(module): place for place, (_, module) in enumerate(model.named_modules())}
+    chosen.sort(key=lambda item: order[id(item[1])])
+    specs = [UnitSpec(name="", modules=[("", model)])]
+    specs += [UnitSpec(name=name, modules=[(name, module)]) for name, module in chosen if module is not model]
+    _assign(model, specs)
+    return [spec for place, spec in enumerate(specs) if place == 0 or spec.params]
+
+
+def _assign(model: nn.Module, specs: list[UnitSpec]) -> None:
+    """Give every parameter to the innermost unit around its module; shared ones by rule 4."""
+    unit_at = {id(spec.modules[0][1]): spec for spec in specs}
+    owners: dict[int, list[tuple[str, nn.Module, UnitSpec]]] = {}
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+
+    def visit(name: str, module: nn.Module, spec: UnitSpec, seen: frozenset[int]) -> None:
+        spec = unit_at.get(id(module), spec)
+        for key, param in module._parameters.items():
+            if param is not None:
+                params.setdefault(id(param), (f"{name}.{key}".lstrip("."), param))
+                owners.setdefault(id(param), []).append((name, module, spec))
+        for key, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                visit(f"{name}.{key}".lstrip("."), child, spec, seen | {id(child)})
+
+    visit("", model, specs[0], frozenset({id(model)}))
+    for key, held in owners.items():
+        name, param = params[key]
+        home = held[0][2]
+        if any(spec is not home for _, _, spec in held):
+            home = specs[0]
+            if param.numel() >= LARGE_NUMEL:
+                modules = {id(module): (owner, module) for owner, module, _ in held}
+                home = UnitSpec(name=" = ".join(owner for owner, _ in modules.values()), modules=list(modules.values()))
+                specs.append(home)
+        home.params.append((name, param))
+
+
+def _named(model: nn.Module, units: Sequence["type[nn.Module] | nn.Module | str"]) -> list[tuple[str, nn.Module]]:
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for choice in units:
+        matches = [(name, module) for name, module in model.named_modules() if _matches(choice, name, module)]
+        if not matches:
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise ShardError(f"units={choice!r} names no module of the model; its classes are {classes}")
+        found.update({id(module): (name, module) for name, module in matches})
+    return list(found.values())
+
+
+def _matches(choice: "type[nn.Module] | nn.Module | str", name: str, module: nn.Module) -> bool:
+    if isinstance(choice, str):
+        return bool(name) and fnmatchcase(name, choice)
+    return module is choice if isinstance(choice, nn.Module) else isinstance(module, choice)
+
+
+def _blocks(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
+    classes = {type(child) for _, child in children}
+    has_params = all(next(child.parameters(), None) is not None for _, child in children)
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and len(classes) == 1 and has_params:
+        yield from children
+        return
+    for child_name, child in children:
+        yield from _blocks(child_name, child)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _large(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    if blocks:
+        least = max(LARGE_NUMEL, max(_numel(block) for _, block in blocks) // 2)
+        for name, module in model.named_modules():
+            is_leaf = next(module.children(), None) is None
+            if is_leaf and module is not model and id(module) not in inside and _numel(module) >= least:
+                yield name, module
+        return
+    yield from _subtrees("", model, max(LARGE_NUMEL, _numel(model) // _FAIR_SHARE))
+
+
+def _subtrees(name: str, module: nn.Module, most: int) -> Iterable[tuple[str, nn.Module]]:
+    for key, child in module.named_children():
+        child_name, numel = f"{name}.{key}".lstrip("."), _numel(child)
+        is_leaf = next(child.children(), None) is None
+        if numel >= LARGE_NUMEL and (numel <= most or is_leaf):
+            yield child_name, child
+        elif numel > most:
+            yield from _subtrees(child_name, child, most)

@@ -1,0 +1,167 @@
+"""Owns `shard`: the one place where a plan becomes structure."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from onefold.access import install_state_dict_hooks
+from onefold.build import Builder, kept_params
+from onefold.comm import Comm, connect, default_device, start
+from onefold.discover import UnitChoice, UnitSpec, discover
+from onefold.dtypes import Precision
+from onefold.errors import PlanError, PrecisionError, ShardError
+from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
+from onefold.meta import has_meta, materialize
+from onefold.plan import NAMED_PLANS, Plan
+from onefold.reducer import Reducer
+from onefold.runtime import Runtime
+from onefold.scaler import make_scaler
+from onefold.session import Session, is_sharded
+from onefold.streams import lanes_for
+from onefold.unit import Unit
+
+Model = TypeVar("Model", bound=nn.Module)
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def shard(
+    model: Model,
+    plan: Plan,
+    *,
+    mesh: Any = None,
+    units: UnitChoice | None = None,
+    precision: Precision | None = None,
+    compile: bool = False,
+    prefetch_bytes: int | None = None,
+) -> Model:
+    """Place a model's training state as `plan` says. Returns the same object; its loop stays plain PyTorch.
+
+    Args:
+        model: any module; on CPU, on a GPU, or built under `torch.device("meta")`. Rank 0's values become everyone's.
+        plan: `ZERO_0` to `ZERO_3`, or a `Plan` of your own.
+        mesh: a one-axis DeviceMesh to shard over; None takes all ranks.
+        units: what is gathered together - module classes, modules, or name patterns; None finds the repeated blocks.
+        precision: number formats; None keeps the model's own dtypes.
+        compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole).
+        prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means one
+            largest unit, 0 none.
+
+    Raises:
+        ShardError: the model is already sharded, or holds a parameter that cannot be.
+        PlanError, PrecisionError: `plan` or `precision` is not one, or places state where this version cannot.
+    """
+    precision = precision if precision is not None else Precision()
+    _check(model, plan, precision)
+    target, compiler = _uncompiled(model)
+    start()
+    device = _device_of(target)
+    comm, lanes = connect(device, mesh), lanes_for(device)
+    specs = discover(target, units)
+    _check_ranks_agree(comm, specs, plan)
+    built = _build(target, specs, Builder(plan, precision, device, comm, lanes), device, comm)
+    reducer = Reducer(built, comm, lanes)
+    largest = max((unit.nbytes for unit in built[1:]), default=0)
+    session = Session(
+        plan=plan,
+        precision=precision,
+        device=device,
+        comm=comm,
+        runtime=Runtime(built, comm, lanes, reducer, largest if prefetch_bytes is None else prefetch_bytes),
+        reducer=reducer,
+        scaler=make_scaler(precision.loss_scale),  # type: ignore[arg-type]
+        fingerprint=_fingerprint(plan, comm, built),
+    )
+    session.attach(target)
+    _install(target, specs, session, torch.compile if compile else compiler)
+    if target is not model:
+        object.__setattr__(model, "forward", target.__call__)
+        session.attach(model)
+    return model
+
+
+def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is one of {', '.join(name.upper() for name in NAMED_PLANS)} or a Plan, not {plan!r}")
+    if not isinstance(precision, Precision):
+        raise PrecisionError(f'precision is a Precision, such as onefold.Precision(params="bf16"), not {precision!r}')
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"onefold.shard takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ShardError(f"the model is wrapped in {type(model).__name__}; give onefold.shard the module inside (model.module)")
+    if is_sharded(model):
+        raise ShardError("the model (or a part of it) is already sharded; call onefold.shard once, on the whole model")
+    if next(model.parameters(), None) is None:
+        raise ShardError(f"{type(model).__name__} has no parameters to shard")
+
+
+def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
+    """The module inside a `torch.compile`d model, and its compiler: gathers must happen outside compiled code, so the
+    units are compiled instead of the whole."""
+    inner = vars(model).get("_modules", {}).get("_orig_mod")
+    if inner is None or not hasattr(model, "dynamo_ctx"):
+        return model, None
+    return inner, model.dynamo_ctx
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """The device the model is on; a model on CPU or meta goes where the ranks communicate.
+
+    Raises:
+        ShardError: it is spread over several devices.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    accelerators = sorted((device for device in devices if device.type == "cuda"), key=str)
+    if len(accelerators) > 1:
+        raise ShardError(f"the model is spread over {', '.join(map(str, accelerators))}; put it on one device a rank")
+    return accelerators[0] if accelerators else default_device()
+
+
+def _check_ranks_agree(comm: Comm, specs: Sequence[UnitSpec], plan: Plan) -> None:
+    """Raise on every rank if any rank's model or plan differs."""
+    mine = [str(plan)] + [
+        f"{name} {tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+        for spec in specs
+        for name, param in spec.params
+    ]
+    for rank, theirs in enumerate(comm.exchange_objects(mine)):
+        for ours, other in zip(mine, theirs, strict=False):
+            if ours != other:
+                raise ShardError(f"models differ between ranks: rank {comm.rank} has {ours}, rank {rank} has {other}")
+        if len(mine) != len(theirs):
+            raise ShardError(f"models differ between ranks: {len(mine)} parameters on rank {comm.rank}, {len(theirs)} on rank {rank}")
+
+
+def _build(model: nn.Module, specs: Sequence[UnitSpec], builder: Builder, device: torch.device, comm: Comm) -> list[Unit]:
+    kept = kept_params(model)
+    seed = comm.exchange([torch.initial_seed() % 2**62])[0][0]
+    is_meta = has_meta(model)
+    units = []
+    for index, spec in enumerate(specs):
+        if is_meta:
+            materialize(model, spec, device, seed)
+        units.append(builder.build(spec, index, kept))
+    for _, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(device)
+        if buffer.numel():
+            comm.broadcast(buffer.data)
+    return units
+
+
+def _fingerprint(plan: Plan, comm: Comm, units: Sequence[Unit]) -> str:
+    geometry = [(flat.names, flat.layout.numel, str(flat.weight.dtype)) for unit in units for flat in unit.flats]
+    return f"rank {comm.rank} of {comm.num_ranks}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
+
+
+def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session, compiler: Compiler | None) -> None:
+    dtype = session.precision.params if session.precision.cast_inputs else None
+    gate = Gate(session.runtime, session.scaler, dtype if isinstance(dtype, torch.dtype) else None)
+    for spec, unit in zip(specs, session.runtime.units, strict=True):
+        for name, module in spec.modules:
+            if compiler is not None and (unit.index or len(specs) == 1):
+                module.forward = compiler(module.forward)
+            ModuleHooks(session.runtime, unit, name, gate).install(module)
+    install_gradient_hooks(session.runtime, session.reducer)
+    install_state_dict_hooks(model, session)
