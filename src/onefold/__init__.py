@@ -1,4 +1,5 @@
-"""Onefold: train PyTorch models too big for the hardware at hand, by holding every byte of training state exactly once."""
+"""Onefold: train PyTorch models too big for the hardware at hand, by holding every byte of training state exactly
+once."""
 
 from onefold import errors
 from onefold.access import accumulate, gathered, measured, predicted

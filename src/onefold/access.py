@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from onefold.budget import Budget, FlatSpec
 from onefold.errors import ReleasedParameterError
+from onefold.hooks import register_state_dict_hooks
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
 from onefold.reducer import Slots
@@ -45,7 +46,13 @@ def gathered(target: Target, write: bool = False) -> Iterator[None]:
         write: keep changes: what rank 0 wrote is what every rank's shard and master weights hold afterwards.
     """
     session = session_of(target, "gathered")
-    params = list(target.parameters()) if isinstance(target, nn.Module) else [target] if isinstance(target, nn.Parameter) else list(target)
+    params = (
+        list(target.parameters())
+        if isinstance(target, nn.Module)
+        else [target]
+        if isinstance(target, nn.Parameter)
+        else list(target)
+    )
     view = _Gathered(session, params, write)
     view.enter()
     try:
@@ -114,7 +121,11 @@ class _Gathered:
             self._session.comm.broadcast(flat.buffer.whole)
             before = self._before[id(flat)]
             start = flat.trained.start if flat.trained else self._session.comm.rank * flat.layout.shard_numel
-            after = flat.buffer.whole[start : start + flat.weight.numel()] if flat.weight.numel() < flat.layout.numel else flat.buffer.whole
+            after = (
+                flat.buffer.whole[start : start + flat.weight.numel()]
+                if flat.weight.numel() < flat.layout.numel
+                else flat.buffer.whole
+            )
             if flat.trained is None:
                 flat.weight.copy_(after)
                 continue
@@ -128,7 +139,7 @@ class _Gathered:
         unit.wait_tickets()
 
 
-def install_state_dict_hooks(model: nn.Module, session: Session) -> None:
+def guard_state_dict(model: nn.Module, session: Session) -> None:
     """Let `load_state_dict` write through to shards and master weights, and `state_dict` say where it can be called."""
     open_views: list[_Gathered] = []
 
@@ -147,9 +158,7 @@ def install_state_dict_hooks(model: nn.Module, session: Session) -> None:
                 "`with onefold.gathered(model):` on every rank (and clone what should outlive the block)"
             )
 
-    model._register_load_state_dict_pre_hook(before_load)
-    model.register_load_state_dict_post_hook(after_load)
-    model.register_state_dict_pre_hook(before_save)
+    register_state_dict_hooks(model, before_load, after_load, before_save)
 
 
 def predicted(model: nn.Module, optimizer: Optimizer) -> Budget:

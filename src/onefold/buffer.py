@@ -67,7 +67,7 @@ class Buffer:
         return True
 
     def _count_holders(self) -> int:
-        return int(torch._C._storage_Use_Count(self.storage_id))  # type: ignore[attr-defined]
+        return int(torch._C._storage_Use_Count(self.storage_id))
 
 
 class Master(Protocol):

@@ -1,4 +1,5 @@
-"""Owns the move of a model's parameters into flat buffers, unit by unit, so that the peak is one unit above the result."""
+"""Owns the move of a model's parameters into flat buffers, unit by unit, so that the peak is one unit above the
+result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ class Builder:
         trained = None
         if kind.is_trained:
             master = self._master(weight, source[updated])
-            trained = Trained(master=master, gradients=self._gradients(layout, kind), start=updated.start, numel=weight.numel())
+            trained = Trained(
+                master=master, gradients=self._gradients(layout, kind), start=updated.start, numel=weight.numel()
+            )
         buffer.settle()
         self._lanes.order_gather()
         return Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained)
@@ -119,11 +122,18 @@ def check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardError(f"{name!r} has no shape yet (a lazy module): run one forward before onefold.shard")
     if param.layout != torch.strided or param.is_quantized:
-        raise ShardError(f"{name!r} is not a plain dense tensor ({param.layout}, {param.dtype}); convert it before onefold.shard")
+        raise ShardError(
+            f"{name!r} is not a plain dense tensor ({param.layout}, {param.dtype}); convert it before onefold.shard"
+        )
     if param.is_complex() and param.requires_grad:
-        raise ShardError(f"{name!r} is complex; hold its real and imaginary parts as real parameters (torch.view_as_real)")
+        raise ShardError(
+            f"{name!r} is complex; hold its real and imaginary parts as real parameters (torch.view_as_real)"
+        )
     if hasattr(param, "placements"):
-        raise ShardError(f"{name!r} is a DTensor: this version shards plain tensors only; call onefold.shard before it is distributed")
+        raise ShardError(
+            f"{name!r} is a DTensor: this version shards plain tensors only; call onefold.shard before it is "
+            "distributed"
+        )
 
 
 def kept_params(model: nn.Module) -> set[int]:

@@ -25,7 +25,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Comm(Protocol):
-    """The seam to the wire. `whole` is 1-D with `num_ranks` times the elements of `shard`; `shard` may be a view of it."""
+    """The seam to the wire. `whole` is 1-D with `num_ranks` times the elements of `shard`; `shard` may be a view of
+    it."""
 
     rank: int
     num_ranks: int
@@ -96,8 +97,8 @@ class _GroupComm:
             _all_gather(received, sent, group=self._control)
         except RuntimeError as error:
             raise OrderMismatchError(
-                f"rank {self.rank}: another rank left, or did not come to the same point of the step; every rank must run "
-                f"as many forwards, backwards and steps ({error})"
+                f"rank {self.rank}: another rank left, or did not come to the same point of the step; every rank must "
+                f"run as many forwards, backwards and steps ({error})"
             ) from error
         return cast(list[list[int]], received.view(self.num_ranks, len(message)).tolist())
 
@@ -178,8 +179,8 @@ def _finish(work: Any) -> Finish:
 
 
 def start() -> None:
-    """Initialize torch.distributed when a launcher started this process and the script did not do it: on the GPU of this
-    process's local rank where there are GPUs, else on CPU."""
+    """Initialize torch.distributed when a launcher started this process and the script did not do it: on the GPU of
+    this process's local rank where there are GPUs, else on CPU."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
     if torch.cuda.is_available():

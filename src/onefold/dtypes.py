@@ -46,27 +46,31 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         if not (self.initial > 0 and self.minimum > 0 and self.window >= 1 and self.hysteresis >= 1):
-            raise PrecisionError(f"a dynamic loss scale needs positive scales, window and hysteresis of at least 1: {self}")
+            raise PrecisionError(
+                f"a dynamic loss scale needs positive scales, window and hysteresis of at least 1: {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Number formats of a training run.
 
-    | write                                   | parameters compute in | master weights          | bytes a parameter (Adam) |
-    |-----------------------------------------|-----------------------|-------------------------|--------------------------|
-    | `Precision()`                           | the model's own dtypes | as below, by dtype      |                          |
-    | `Precision(params="fp32")`              | fp32                  | the parameters          | 16                       |
-    | `Precision(params="bf16")`              | bf16                  | bf16 + 16 extra bits    | 14                       |
-    | `Precision(params="bf16", master="fp32")` | bf16                | a separate fp32 copy    | 16                       |
-    | `Precision(params="fp16", loss_scale="dynamic")` | fp16         | a separate fp32 copy    | 16                       |
+    | write                                            | compute | master weights        | Adam, bytes a parameter |
+    |--------------------------------------------------|---------|-----------------------|-------------------------|
+    | `Precision()`                                    | as is   | as below, by dtype    |                         |
+    | `Precision(params="fp32")`                       | fp32    | the parameters        | 16                      |
+    | `Precision(params="bf16")`                       | bf16    | bf16 + 16 extra bits  | 14                      |
+    | `Precision(params="bf16", master="fp32")`        | bf16    | a separate fp32 copy  | 16                      |
+    | `Precision(params="fp16", loss_scale="dynamic")` | fp16    | a separate fp32 copy  | 16                      |
 
     Args:
         params: dtype of floating-point parameters in forward and backward; None keeps each parameter's own. Buffers are
-            never touched, and batch-norm parameters stay as they are (their kernels mix 16-bit inputs with fp32 weights).
+            never touched, and batch-norm parameters stay as they are (their kernels mix 16-bit inputs with fp32
+            weights).
         reduce: dtype in which gradients are summed over ranks and kept; None means the parameter's.
         loss_scale: None (no scaling), a fixed factor, "dynamic", or a `DynamicLossScale`.
-        master: "split" keeps 16 extra bits beside a bf16 weight; "fp32" keeps a whole fp32 copy. fp16 always uses "fp32".
+        master: "split" keeps 16 extra bits beside a bf16 weight; "fp32" keeps a whole fp32 copy. fp16 always uses
+            "fp32".
         cast_inputs: cast floating-point inputs of the model's forward to `params` (when `params` is given).
 
     Raises:

@@ -1,7 +1,8 @@
 """Owns the gradients of one flat buffer, from autograd's tensors to the averaged shard.
 
-A backward pass first adds the parameters' own gradients into `local` (this rank's sum, whole). A reduction turns `local`
-into the mean over ranks and adds it to `reduced`, which rests as the plan says. Invariant: padding is zero in both.
+A backward pass first adds the parameters' own gradients into `local` (this rank's sum, whole). A reduction turns
+`local` into the mean over ranks and adds it to `reduced`, which rests as the plan says. Invariant: padding is zero in
+both.
 
 | grads / optim | `reduced` holds                     | elements on the wire |
 |---------------|-------------------------------------|----------------------|

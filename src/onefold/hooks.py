@@ -56,14 +56,16 @@ class ModuleHooks:
         )
 
     def __reduce__(self) -> NoReturn:
-        raise ShardError("a sharded model cannot be pickled; save the weights read inside `with onefold.gathered(model):`")
+        raise ShardError(
+            "a sharded model cannot be pickled; save the weights read inside `with onefold.gathered(model):`"
+        )
 
 
 class Gate:
     """What happens to tensors that enter and leave the whole model.
 
-    Outputs tell the runtime that a backward pass begins. With a loss scale, gradients are multiplied by it as they enter
-    at the outputs and divided by it as they leave at the inputs, so the caller's loop never sees scaled numbers.
+    Outputs tell the runtime that a backward pass begins. With a loss scale, gradients are multiplied by it as they
+    enter at the outputs and divided by it as they leave at the inputs, so the caller's loop never sees scaled numbers.
     """
 
     def __init__(self, runtime: Runtime, scale: Scale, dtype: torch.dtype | None) -> None:
@@ -101,8 +103,8 @@ class Gate:
     def _enter_scaled(self, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise PrecisionError(
-                "create_graph=True cannot be combined with a loss scale: second derivatives would carry the scale twice. "
-                'Use Precision(params="bf16"), which needs no loss scale'
+                "create_graph=True cannot be combined with a loss scale: second derivatives would carry the scale "
+                'twice. Use Precision(params="bf16"), which needs no loss scale'
             )
         self._runtime.open_backward()
         return grad * self._scale.scale
@@ -116,6 +118,18 @@ def install_gradient_hooks(runtime: Runtime, reducer: Reducer) -> None:
                 if param.requires_grad:
                     param.register_hook(partial(_before, reducer, slots, slot))
                     param.register_post_accumulate_grad_hook(partial(_after, runtime, reducer, index, slots, slot))
+
+
+def register_state_dict_hooks(
+    model: nn.Module,
+    before_load: Callable[..., None],
+    after_load: Callable[..., None],
+    before_save: Callable[..., None],
+) -> None:
+    """Call these around `load_state_dict` and before `state_dict` of the whole model."""
+    model._register_load_state_dict_pre_hook(before_load)
+    model.register_load_state_dict_post_hook(after_load)
+    model.register_state_dict_pre_hook(before_save)
 
 
 def _before(reducer: Reducer, slots: Slots, slot: int, grad: Tensor) -> None:

@@ -39,7 +39,8 @@ class Slot:
 class Piece:
     """The part of one parameter that one shard holds.
 
-    `start:stop` index the shard; `slot_start` is the index of the first of these elements within the flattened parameter.
+    `start:stop` index the shard; `slot_start` is the index of the first of these elements within the flattened
+    parameter.
     """
 
     slot: int

@@ -26,7 +26,8 @@ def materialize(model: nn.Module, spec: UnitSpec, device: torch.device, seed: in
     Args:
         seed: equal on every rank.
     Raises:
-        ShardError: a module that owns them has no `reset_parameters`, `_init_weights` or `init_weights`, or left one unset.
+        ShardError: a module that owns them has no `reset_parameters`, `_init_weights` or `init_weights`, or left one
+            unset.
     """
     wanted = {id(param) for _, param in spec.params if param.is_meta}
     owners = [
@@ -44,8 +45,8 @@ def materialize(model: nn.Module, spec: UnitSpec, device: torch.device, seed: in
         for key, tensor in _own(module):
             if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any()):
                 raise ShardError(
-                    f"{name}.{key} was built on the meta device and the initializer of {type(module).__name__} left (part "
-                    "of) it unset; fill every parameter and buffer there, or build the model on a real device"
+                    f"{name}.{key} was built on the meta device and the initializer of {type(module).__name__} left "
+                    "(part of) it unset; fill every parameter and buffer there, or build the model on a real device"
                 )
 
 
@@ -88,8 +89,8 @@ def _initialize(model: nn.Module, name: str, module: nn.Module) -> None:
             getattr(module, method)()
             return
     raise ShardError(
-        f"module {name!r} ({type(module).__name__}) was built on the meta device and has no reset_parameters, init_weights "
-        "or _init_weights to give its tensors values; add one, or build the model on a real device"
+        f"module {name!r} ({type(module).__name__}) was built on the meta device and has no reset_parameters, "
+        "init_weights or _init_weights to give its tensors values; add one, or build the model on a real device"
     )
 
 

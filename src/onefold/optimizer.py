@@ -53,7 +53,9 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         session = session_of(model, "an optimizer")
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise OptimizerError(f"max_grad_norm={max_grad_norm!r}: give a positive norm, or None to leave gradients alone")
+            raise OptimizerError(
+                f"max_grad_norm={max_grad_norm!r}: give a positive norm, or None to leave gradients alone"
+            )
         self._session = session
         self._rule = rule
         self.max_grad_norm = max_grad_norm
@@ -69,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._session.scaler.scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients reduced since the last `zero_grad`.
 
         Every rank must call it. Parameters without a gradient on any rank are left alone. The step is skipped on every
@@ -109,8 +111,9 @@ class Optimizer(torch.optim.Optimizer):
         """The optimizer state tensors of this rank, master weights included."""
         return [tensor for update in self._updates for tensor in update.held()]
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same plan."""
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same
+        plan."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {
             "layout": self._session.fingerprint,
@@ -127,8 +130,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if state_dict.get("layout") != self._session.fingerprint:
             raise OptimizerError(
-                f"this optimizer state was saved as {state_dict.get('layout')}, but this is {self._session.fingerprint}; "
-                "a rank's own state loads only into the same rank, number of ranks, plan and model"
+                f"this optimizer state was saved as {state_dict.get('layout')}, but this is "
+                f"{self._session.fingerprint}; a rank's own state loads only into the same rank, number of "
+                "ranks, plan and model"
             )
         for update, saved in zip(self._updates, state_dict["updates"], strict=True):
             update.load_state_dict(saved)
@@ -138,7 +142,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_updates"):
-            raise OptimizerError("parameter groups are fixed when the optimizer is built; pass them all in param_groups=")
+            raise OptimizerError(
+                "parameter groups are fixed when the optimizer is built; pass them all in param_groups="
+            )
         super().add_param_group(param_group)
 
     def _build_updates(self) -> list[FlatUpdate]:
@@ -193,13 +199,16 @@ def _groups(
     patterns: list[str] = [] if callable(no_decay) else [no_decay] if isinstance(no_decay, str) else list(no_decay)
     unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names.values())]
     if unmatched:
-        raise OptimizerError(f"no_decay pattern {unmatched[0]!r} matches no parameter; names look like {next(iter(names.values()), '')!r}")
+        raise OptimizerError(
+            f"no_decay pattern {unmatched[0]!r} matches no parameter; names look like {next(iter(names.values()))!r}"
+        )
     chosen: list[dict[str, Any]] = []
     for group in param_groups:
         kept: list[nn.Parameter] = []
         spared: list[nn.Parameter] = []
-        params = group["params"]
-        for param in [params] if isinstance(params, Tensor) else list(params):
+        params: Any = group["params"]
+        members: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        for param in members:
             if id(param) not in names:
                 raise OptimizerError("a parameter group holds a tensor that is not a parameter of the sharded model")
             if id(param) not in trained:

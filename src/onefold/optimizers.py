@@ -38,9 +38,7 @@ class AdamW(Optimizer):
         maximize: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        rule = rules.AdamW(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize
-        )
+        rule = rules.AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize)
         super().__init__(model, rule, **common)
 
 
@@ -79,7 +77,12 @@ class SGD(Optimizer):
         **common: Unpack[Common],
     ) -> None:
         rule = rules.SGD(
-            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
         )
         super().__init__(model, rule, **common)
 
@@ -136,5 +139,5 @@ class Elementwise(Optimizer):
         common: Common = {}
         for key in ("no_decay", "param_groups", "max_grad_norm"):
             if key in arguments:
-                common[key] = arguments.pop(key)  # type: ignore[literal-required]
+                common[key] = arguments.pop(key)
         super().__init__(model, probe(cls, arguments).rule, **common)

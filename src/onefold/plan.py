@@ -45,7 +45,9 @@ class Placement:
     def __init__(self, partitioned: bool, tier: "Tier | Mapping[Tier, float]" = Tier.DEVICE) -> None:
         mix = {tier: 1} if isinstance(tier, Tier) else dict(tier) if isinstance(tier, Mapping) else None
         if not mix or not all(isinstance(key, Tier) for key in mix):
-            raise PlanError(f"a tier is one of {[t.name for t in Tier]} or a mapping of them to fractions, not {tier!r}")
+            raise PlanError(
+                f"a tier is one of {[t.name for t in Tier]} or a mapping of them to fractions, not {tier!r}"
+            )
         if not all(0 < value <= 1 for value in mix.values()) or abs(sum(mix.values()) - 1) > 1e-5:
             raise PlanError(f"the fractions of a mixed tier are in (0, 1] and sum to 1, not {dict(mix)}")
         exact = {key: Fraction(value).limit_denominator(10**6) for key, value in sorted(mix.items())}
@@ -98,7 +100,9 @@ class Plan:
                 self._refuse(1, f"make {kind} partitioned, or keep it on DEVICE")
         for kind, placement in (("params", params), ("grads", grads)):
             if placement.farthest > optim.farthest:
-                self._refuse(2, f"move optim to {placement.farthest.name} too, or bring {kind} back to {optim.farthest.name}")
+                self._refuse(
+                    2, f"move optim to {placement.farthest.name} too, or bring {kind} back to {optim.farthest.name}"
+                )
 
     def _refuse(self, law: int, way_out: str) -> None:
         raise PlanError(f"{self} breaks {LAWS[law]}; {way_out}")

@@ -1,11 +1,12 @@
 """Owns the way of gradients out of a backward pass: collected per unit, reduced in one order on all ranks.
 
 [Note: When a unit closes]
-A unit's gradients are collected into its flat buffer when every trained parameter has its gradient, or at the end of the
-backward pass for those that have none this time. Reductions are issued in a fixed order that all ranks agreed on (the
-order in which rank 0's units closed in the first backward), each unit exactly once in every backward that produced
-gradients, so ranks whose graphs differ still match. A gradient that arrives after its unit was reduced (reentrant
-checkpoints of a module used twice) stays local and joins the next reduction, or the one that `flush` makes before a step.
+A unit's gradients are collected into its flat buffer when every trained parameter has its gradient, or at the end of
+the backward pass for those that have none this time. Reductions are issued in a fixed order that all ranks agreed on
+(the order in which rank 0's units closed in the first backward), each unit exactly once in every backward that
+produced gradients, so ranks whose graphs differ still match. A gradient that arrives after its unit was reduced
+(reentrant checkpoints of a module used twice) stays local and joins the next reduction, or the one that `flush` makes
+before a step.
 
 [Note: What .grad tells]
 After a reduction `.grad` of a parameter is a stand-in (released.py). It is the user's to clear: where it is gone, the
@@ -187,8 +188,8 @@ class Reducer:
         counts = [message[0] for message in messages]
         if len(set(counts)) > 1:
             raise OrderMismatchError(
-                f"ranks reduced gradients different numbers of times before this step (by rank: {counts}); every rank must "
-                "run as many backwards, inside and outside of accumulate(model), as the others"
+                f"ranks reduced gradients different numbers of times before this step (by rank: {counts}); every rank "
+                "must run as many backwards, inside and outside of accumulate(model), as the others"
             )
         merged = [0] * len(words)
         for message in messages:
@@ -203,7 +204,9 @@ class Reducer:
         self._closed.append(index)
 
     def _advance(self) -> None:
-        while not self.accumulating and self._position < len(self._order) and self._order[self._position] in self._closed:
+        while (
+            not self.accumulating and self._position < len(self._order) and self._order[self._position] in self._closed
+        ):
             self._reduce(self._order[self._position])
             self._position += 1
 

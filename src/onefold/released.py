@@ -17,16 +17,65 @@ from torch.utils._pytree import tree_leaves
 from onefold.errors import ReducedGradientError
 
 _T = Tensor
-_GETTERS = (
-    "shape dtype device layout requires_grad grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_nested is_mkldnn is_mps is_xpu is_sparse_csr itemsize nbytes output_nr retains_grad names _version _backward_hooks "
-    "_post_accumulate_grad_hooks _base _grad _grad_fn is_complex is_floating_point"
-).split()
-_METHODS = (
-    "size stride dim numel nelement ndimension is_contiguous is_floating_point is_complex storage_offset get_device "
-    "element_size requires_grad_ register_hook register_post_accumulate_grad_hook is_signed has_names __hash__ __len__ "
-    "_is_view retain_grad is_shared __dir__"
-).split()
+_GETTERS = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad",
+    "is_leaf",
+    "grad_fn",
+    "ndim",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "is_sparse_csr",
+    "itemsize",
+    "nbytes",
+    "output_nr",
+    "retains_grad",
+    "names",
+    "_version",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_base",
+    "_grad",
+    "_grad_fn",
+    "is_complex",
+    "is_floating_point",
+]
+_METHODS = [
+    "size",
+    "stride",
+    "dim",
+    "numel",
+    "nelement",
+    "ndimension",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "storage_offset",
+    "get_device",
+    "element_size",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "is_signed",
+    "has_names",
+    "__hash__",
+    "__len__",
+    "_is_view",
+    "retain_grad",
+    "is_shared",
+    "__dir__",
+]
 _FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed)
 
 
@@ -35,9 +84,9 @@ def _metadata() -> frozenset[Any]:
     for name in _GETTERS:
         attribute = getattr(_T, name, None)
         if hasattr(attribute, "__get__"):
-            allowed.add(attribute.__get__)
+            allowed.add(attribute.__get__)  # type: ignore[union-attr]
         if hasattr(attribute, "__set__"):
-            allowed.add(attribute.__set__)
+            allowed.add(attribute.__set__)  # type: ignore[union-attr]
     allowed.update(getattr(_T, name) for name in _METHODS if hasattr(_T, name))
     return frozenset(allowed)
 
@@ -63,7 +112,7 @@ class ReleasedParameter(nn.Parameter):
 
     _onefold_owner: Owner
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[misc]
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("parameters become ReleasedParameter by being released; there is nothing to construct")
 
     @classmethod
@@ -107,14 +156,17 @@ class ReducedGradient(Tensor):
         if func is _T.__repr__:
             return f"<gradient of {name}, reduced into shards>"
         raise ReducedGradientError(
-            f"the gradient of {name} is already reduced into shards, so {getattr(func, '__name__', func)} cannot read it "
-            "here. To clip, pass max_grad_norm= to the onefold optimizer (its .grad_norm is the global norm); to update, use "
-            "an optimizer built by onefold (onefold.AdamW(model, ...), onefold.Elementwise for torch.optim classes); to "
-            "read it, use `with onefold.gathered(model):`"
+            f"the gradient of {name} is already reduced into shards, so {getattr(func, '__name__', func)} cannot read "
+            "it here. To clip, pass max_grad_norm= to the onefold optimizer (its .grad_norm is the global norm); to "
+            "update, use an optimizer built by onefold after onefold.shard (onefold.AdamW(model, ...), or "
+            "onefold.Elementwise for torch.optim classes); to read it, use `with onefold.gathered(model):`"
         )
 
 
 _GRADIENT_METADATA = frozenset(
-    {getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim")}
+    {
+        getattr(_T, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim")
+    }
     | {_T.size, _T.dim, _T.numel, _T.__hash__, _T.requires_grad_, _T.detach_}
 )

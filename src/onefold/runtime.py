@@ -1,10 +1,11 @@
 """Owns a sharded model at run time: it brings units in before they are used and lets them go after.
 
 [Note: When a unit is needed]
-A unit is needed at one of four events: a forward of one of its modules starts; an operation touches a released parameter
-(released.py); autograd unpacks a tensor it saved; the frozen order says it comes next (prefetch). During forward,
-autograd's saved tensors that lie in a unit's buffer are replaced by `SavedView`s - an address, not a tensor - so a unit
-can be released after its forward, and whatever path a backward pass takes into the model, unpacking brings the unit back.
+A unit is needed at one of four events: a forward of one of its modules starts; an operation touches a released
+parameter (released.py); autograd unpacks a tensor it saved; the frozen order says it comes next (prefetch). During
+forward, autograd's saved tensors that lie in a unit's buffer are replaced by `SavedView`s - an address, not a tensor -
+so a unit can be released after its forward, and whatever path a backward pass takes into the model, unpacking brings
+the unit back.
 
 [Note: When a unit is released]
 In forward when its modules have returned; in backward when nothing that autograd saved points into it any more, seen
@@ -53,9 +54,13 @@ class Runtime:
         self.lanes = lanes
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
-        self._flats = {flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats}
+        self._flats = {
+            flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats
+        }
         self.schedule: Schedule | Unscheduled = (
-            Schedule([unit.name for unit in units], comm.exchange, self._issue, comm.rank) if self._flats else Unscheduled()
+            Schedule([unit.name for unit in units], comm.exchange, self._issue, comm.rank)
+            if self._flats
+            else Unscheduled()
         )
         self._entered: list[tuple[nn.Module, Unit]] = []
         self._pushed: list[bool] = []
@@ -117,9 +122,9 @@ class Runtime:
             unit, _, _ = self.locate(param)
             if self.schedule.phase is None:
                 raise ReleasedParameterError(
-                    f"{self.describe(param)} is not gathered: its values rest in shards on {self.comm.num_ranks} ranks, so "
-                    f"{getattr(func, '__name__', func)} cannot read it here. Use it inside the model's forward, or inside "
-                    "`with onefold.gathered(model):` (write=True to change it)"
+                    f"{self.describe(param)} is not gathered: its values rest in shards on {self.comm.num_ranks} "
+                    f"ranks, so {getattr(func, '__name__', func)} cannot read it here. Use it inside the model's "
+                    "forward, or inside `with onefold.gathered(model):` (write=True to change it)"
                 )
             self.need(unit)
 
@@ -143,15 +148,15 @@ class Runtime:
 
         Not where other saving hooks are active: activation checkpoints and offloaders take care of what they see.
         """
-        active = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+        active = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._pushed.append(bool(self._flats) and not active)
         if self._pushed[-1]:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)  # type: ignore[attr-defined]
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def pop_saving(self) -> None:
         """Undo the latest `push_saving`."""
         if self._pushed.pop():
-            torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, tensor: Tensor) -> "Tensor | SavedView":
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
@@ -166,8 +171,8 @@ class Runtime:
             return saved
         if saved.version != saved.flat.version:
             raise OnefoldError(
-                f"parameters of unit {saved.unit.name!r} were updated between this forward and its backward; run backward "
-                "before optimizer.step()"
+                f"parameters of unit {saved.unit.name!r} were updated between this forward and its backward; run "
+                "backward before optimizer.step()"
             )
         if in_backward():
             self.open_backward()

@@ -31,8 +31,8 @@ BACKWARD = "backward"
 
 _END = -1
 _WAY_OUT = (
-    ". Under a plan that partitions parameters every rank must run the units in the same order (a rank may skip some); put "
-    "modules whose order differs into one unit with shard(units=...), or use ZERO_2, which gathers nothing in forward"
+    ". Under a plan that partitions parameters every rank must run the units in the same order (a rank may skip some); "
+    "put modules whose order differs into one unit with shard(units=...), or use ZERO_2, which gathers nothing"
 )
 
 
@@ -133,7 +133,9 @@ class Schedule:
     def _negotiate(self, unit: int) -> set[int]:
         """One round: returns the unit gathered on every rank, or nothing when all are at the end of the phase."""
         phase = crc32((self._phase or "").encode())
-        messages = self._exchange([phase, unit, int(unit in self._skipped), _digest(self._used), _digest(sorted(self._used))])
+        messages = self._exchange(
+            [phase, unit, int(unit in self._skipped), _digest(self._used), _digest(sorted(self._used))]
+        )
         self._check_phases(messages)
         wanted = [message[1] for message in messages]
         if all(want == _END for want in wanted):
@@ -152,8 +154,10 @@ class Schedule:
         same_order = all(message[3] == messages[0][3] for message in messages)
         same_units = all(message[4] == messages[0][4] for message in messages)
         if same_units and not same_order:
-            self._fail(f"ranks use the model's units in different orders in the {self._phase}: rank {self._rank} used "
-                       f"{self._story()}{_WAY_OUT}")
+            self._fail(
+                f"ranks use the model's units in different orders in the {self._phase}: rank {self._rank} used "
+                f"{self._story()}{_WAY_OUT}"
+            )
         self._frozen[self._phase or ""] = tuple(self._used if same_order else self._gathered)
 
     def _story(self) -> str:
@@ -164,8 +168,8 @@ class Schedule:
             return
         others = [rank for rank, message in enumerate(messages) if message[0] != messages[self._rank][0]]
         self._fail(
-            f"rank {self._rank} is in the {self._phase}, ranks {others} are in another pass of the model; every rank must "
-            "run the same forwards and backwards"
+            f"rank {self._rank} is in the {self._phase}, ranks {others} are in another pass of the model; every rank "
+            "must run the same forwards and backwards"
         )
 
     def _check_order(self, messages: Sequence[Sequence[int]]) -> None:
@@ -174,7 +178,8 @@ class Schedule:
         if not late or all(want == wanted[0] for want in wanted):
             return
         story = "; ".join(
-            f"rank {rank} " + (f"uses {self._names[want]!r}" if want != _END else "is at its end")
+            f"rank {rank} "
+            + (f"uses {self._names[want]!r}" if want != _END else "is at its end")
             + (" which the others used before" if rank in late else "")
             for rank, want in enumerate(wanted)
         )
@@ -207,3 +212,11 @@ class Unscheduled:
         self.phase = None
 
     abort = end
+
+    def use(self, unit: int) -> None:
+        """A whole unit has no gather that its use could be compared with."""
+
+    request = use
+
+    def issue_next(self) -> int:
+        raise RuntimeError("whole units are never gathered")

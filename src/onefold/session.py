@@ -1,4 +1,5 @@
-"""Owns what belongs to one sharded model: its plan, runtime, reducer and loss scale, found again from model or parameter."""
+"""Owns what belongs to one sharded model: its plan, runtime, reducer and loss scale, found again from model or
+parameter."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

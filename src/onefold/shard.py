@@ -7,7 +7,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from onefold.access import install_state_dict_hooks
+from onefold.access import guard_state_dict
 from onefold.build import Builder, kept_params
 from onefold.comm import Comm, connect, default_device, start
 from onefold.discover import UnitChoice, UnitSpec, discover
@@ -46,7 +46,8 @@ def shard(
         units: what is gathered together - module classes, modules, or name patterns; None finds the repeated blocks.
         precision: number formats; None keeps the model's own dtypes.
         compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole).
-        prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means one
+        prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means
+            one
             largest unit, 0 none.
 
     Raises:
@@ -58,13 +59,32 @@ def shard(
     target, compiler = _uncompiled(model)
     start()
     device = _device_of(target)
-    comm, lanes = connect(device, mesh), lanes_for(device)
+    comm = connect(device, mesh)
     specs = discover(target, units)
     _check_ranks_agree(comm, specs, plan)
-    built = _build(target, specs, Builder(plan, precision, device, comm, lanes), device, comm)
+    session = _open_session(target, specs, plan, precision, comm, device, prefetch_bytes)
+    session.attach(target)
+    _install(target, specs, session, torch.compile if compile else compiler)
+    if target is not model:
+        object.__setattr__(model, "forward", target.__call__)
+        session.attach(model)
+    return model
+
+
+def _open_session(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    plan: Plan,
+    precision: Precision,
+    comm: Comm,
+    device: torch.device,
+    prefetch_bytes: int | None,
+) -> Session:
+    lanes = lanes_for(device)
+    built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
     reducer = Reducer(built, comm, lanes)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
-    session = Session(
+    return Session(
         plan=plan,
         precision=precision,
         device=device,
@@ -74,12 +94,6 @@ def shard(
         scaler=make_scaler(precision.loss_scale),  # type: ignore[arg-type]
         fingerprint=_fingerprint(plan, comm, built),
     )
-    session.attach(target)
-    _install(target, specs, session, torch.compile if compile else compiler)
-    if target is not model:
-        object.__setattr__(model, "forward", target.__call__)
-        session.attach(model)
-    return model
 
 
 def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
@@ -90,7 +104,9 @@ def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
     if not isinstance(model, nn.Module):
         raise ShardError(f"onefold.shard takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ShardError(f"the model is wrapped in {type(model).__name__}; give onefold.shard the module inside (model.module)")
+        raise ShardError(
+            f"the model is wrapped in {type(model).__name__}; give onefold.shard the module inside (model.module)"
+        )
     if is_sharded(model):
         raise ShardError("the model (or a part of it) is already sharded; call onefold.shard once, on the whole model")
     if next(model.parameters(), None) is None:
@@ -100,10 +116,9 @@ def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
 def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
     """The module inside a `torch.compile`d model, and its compiler: gathers must happen outside compiled code, so the
     units are compiled instead of the whole."""
-    inner = vars(model).get("_modules", {}).get("_orig_mod")
-    if inner is None or not hasattr(model, "dynamo_ctx"):
-        return model, None
-    return inner, model.dynamo_ctx
+    inner = model._modules.get("_orig_mod")
+    compiler: Any = vars(model).get("dynamo_ctx")
+    return (model, None) if inner is None or compiler is None else (inner, compiler)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -131,10 +146,14 @@ def _check_ranks_agree(comm: Comm, specs: Sequence[UnitSpec], plan: Plan) -> Non
             if ours != other:
                 raise ShardError(f"models differ between ranks: rank {comm.rank} has {ours}, rank {rank} has {other}")
         if len(mine) != len(theirs):
-            raise ShardError(f"models differ between ranks: {len(mine)} parameters on rank {comm.rank}, {len(theirs)} on rank {rank}")
+            raise ShardError(
+                f"models differ between ranks: {len(mine)} parameters on rank {comm.rank}, {len(theirs)} on rank {rank}"
+            )
 
 
-def _build(model: nn.Module, specs: Sequence[UnitSpec], builder: Builder, device: torch.device, comm: Comm) -> list[Unit]:
+def _build(
+    model: nn.Module, specs: Sequence[UnitSpec], builder: Builder, device: torch.device, comm: Comm
+) -> list[Unit]:
     kept = kept_params(model)
     seed = comm.exchange([torch.initial_seed() % 2**62])[0][0]
     is_meta = has_meta(model)
@@ -164,4 +183,4 @@ def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session, comp
                 module.forward = compiler(module.forward)
             ModuleHooks(session.runtime, unit, name, gate).install(module)
     install_gradient_hooks(session.runtime, session.reducer)
-    install_state_dict_hooks(model, session)
+    guard_state_dict(model, session)

@@ -40,8 +40,14 @@ class Ticket:
 class Lane(Protocol):
     """A queue of work beside the computation."""
 
-    def run(self, launch: Callable[[], Finish | None], then: Finish | None = None, *,
-            after: Sequence[Ticket] = (), keep: Sequence[Any] = ()) -> Ticket:
+    def run(
+        self,
+        launch: Callable[[], Finish | None],
+        then: Finish | None = None,
+        *,
+        after: Sequence[Ticket] = (),
+        keep: Sequence[Any] = (),
+    ) -> Ticket:
         """Queue `launch`, and `then` behind it, once every ticket of `after` is done."""
         ...
 
@@ -57,7 +63,8 @@ class Lanes(Protocol):
         ...
 
     def order_gather(self) -> None:
-        """Let the gather lane go on only after all computation queued so far: it rewrites memory that was read there."""
+        """Let the gather lane go on only after all computation queued so far: it rewrites memory that was read
+        there."""
         ...
 
     def allocate_for_gather(self) -> AbstractContextManager[Any]:
@@ -68,8 +75,14 @@ class Lanes(Protocol):
 class HostLane:
     """Runs on the calling thread; collectives finish when their ticket is waited on."""
 
-    def run(self, launch: Callable[[], Finish | None], then: Finish | None = None, *,
-            after: Sequence[Ticket] = (), keep: Sequence[Any] = ()) -> Ticket:
+    def run(
+        self,
+        launch: Callable[[], Finish | None],
+        then: Finish | None = None,
+        *,
+        after: Sequence[Ticket] = (),
+        keep: Sequence[Any] = (),
+    ) -> Ticket:
         for ticket in after:
             ticket.wait()
         finish = launch()
@@ -106,8 +119,14 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def run(self, launch: Callable[[], Finish | None], then: Finish | None = None, *,
-            after: Sequence[Ticket] = (), keep: Sequence[Any] = ()) -> Ticket:
+    def run(
+        self,
+        launch: Callable[[], Finish | None],
+        then: Finish | None = None,
+        *,
+        after: Sequence[Ticket] = (),
+        keep: Sequence[Any] = (),
+    ) -> Ticket:
         with torch.cuda.stream(self.stream):
             for ticket in after:
                 ticket.wait()

@@ -1,9 +1,9 @@
 """Owns a unit: the parameters of one module that are gathered, reduced and released together.
 
 [Note: Version counters]
-Parameters are bound by `param.data = view`, so each keeps a version counter of its own: refilling the flat buffer is not
-a modification that autograd could see. What autograd should see - an update between forward and backward - is counted
-in `Flat.version` and checked where saved weights are unpacked.
+Parameters are bound by `param.data = view`, so each keeps a version counter of its own: refilling the flat buffer is
+not a modification that autograd could see. What autograd should see - an update between forward and backward - is
+counted in `Flat.version` and checked where saved weights are unpacked.
 
 [Note: Logical and physical release]
 `is_gathered` is logical: it changes at points of the program that are the same on every rank, and decides whether a use
@@ -169,7 +169,7 @@ class PartUnit(Unit):
         self.open_uses = set()
         for flat in self.flats:
             for param in flat.params:
-                param.__class__ = ReleasedParameter
+                param.__class__ = ReleasedParameter  # type: ignore[assignment]
 
     def try_free(self) -> bool:
         freed = all([flat.buffer.shrink() for flat in self.flats])
