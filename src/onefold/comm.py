@@ -79,10 +79,12 @@ class LocalComm:
 class _GroupComm:
     """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo."""
 
+    backend: str
+
     def __init__(self, ranks: Sequence[int]) -> None:
         self._root = ranks[0]
-        self._data = dist.new_group(list(ranks))
-        self._reduction = dist.new_group(list(ranks))
+        self._data = dist.new_group(list(ranks), backend=self.backend)
+        self._reduction = dist.new_group(list(ranks), backend=self.backend)
         self._control = dist.new_group(list(ranks), backend="gloo")
         self.rank = dist.get_rank(self._data)
         self.num_ranks = len(ranks)
@@ -111,6 +113,8 @@ class _GroupComm:
 class GlooComm(_GroupComm):
     """Several ranks on CPUs. See [Note: The order of a sum]."""
 
+    backend = "gloo"
+
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         work = _all_gather(whole, shard, group=self._data, async_op=True)
         return _finish(work)
@@ -132,6 +136,8 @@ class GlooComm(_GroupComm):
 
 class NcclComm(_GroupComm):
     """Several ranks on GPUs; collectives run on the current stream, straight from and into the flat buffers."""
+
+    backend = "nccl"
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         _all_gather(whole, shard, group=self._data)
@@ -189,9 +195,10 @@ def start() -> None:
 
 
 def default_device() -> torch.device:
-    """Where ranks communicate: this process's GPU under NCCL, else CPU; without ranks, torch's default device."""
-    if not dist.is_initialized():
-        return torch.get_default_device()
+    """torch's default device if the caller set one; else where ranks communicate: this process's GPU under NCCL, or CPU."""
+    chosen = torch.get_default_device()
+    if chosen.type != "cpu" or not dist.is_initialized():
+        return chosen
     uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
 

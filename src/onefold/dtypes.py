@@ -34,7 +34,7 @@ def _dtype(field: str, value: "torch.dtype | str | None") -> torch.dtype | None:
 class DynamicLossScale:
     """DeepSpeed's dynamic loss-scale rule, its names and its defaults.
 
-    The scale halves when gradients overflow `hysteresis` times, and doubles after `window` good steps in a row.
+    The scale halves when gradients overflow `hysteresis` times, and doubles after `window` good steps in a row (counted as DeepSpeed counts).
     """
 
     initial: float = 2.0**16
@@ -45,9 +45,9 @@ class DynamicLossScale:
     raise_at_minimum: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.initial > 0 and self.minimum > 0 and self.window >= 1 and self.hysteresis >= 1):
+        if not (self.initial >= self.minimum > 0 and self.window >= 1 and self.hysteresis >= 1):
             raise PrecisionError(
-                f"a dynamic loss scale needs positive scales, window and hysteresis of at least 1: {self}"
+                f"a dynamic loss scale needs initial >= minimum > 0, and window and hysteresis of at least 1: {self}"
             )
 
 

@@ -43,7 +43,7 @@ class OrderMismatchError(OnefoldError):
     """Ranks use units in different orders, so their collectives cannot be matched."""
 
 
-class OptimizerError(OnefoldError):
+class OptimizerError(OnefoldError, ValueError):
     """An optimizer cannot run on flat shards, or does not belong to this model."""
 
 

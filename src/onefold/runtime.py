@@ -108,10 +108,10 @@ class Runtime:
         """Make a unit's parameters readable on the current stream, and start gathering what comes next."""
         if unit.is_gathered and unit.is_used:
             return
+        self._release_done(unit)
         if unit.is_gathered:
             self.schedule.use(unit.index)
         else:
-            self._release_done(unit)
             self.schedule.request(unit.index)
         unit.wait()
         self._prefetch()
@@ -200,6 +200,7 @@ class Runtime:
             self.reducer.abort()
             self._entered.clear()
             self.release_unpinned()
+        self._free_released()
 
     def _close_backward(self) -> None:
         self._backward_open = False
@@ -232,7 +233,7 @@ class Runtime:
             for unit in self.units:
                 if unit is not wanted and unit.is_gathered and unit.is_used and unit.is_done():
                     self._release(unit)
-        self._unfreed = [unit for unit in self._unfreed if not unit.is_gathered and not unit.try_free()]
+        self._free_released()
 
     def release_unpinned(self) -> None:
         """Release every unit that no `gathered` context holds."""
@@ -241,6 +242,9 @@ class Runtime:
                 unit.depth = 0
                 if unit.is_gathered:
                     self._release(unit)
+        self._free_released()
+
+    def _free_released(self) -> None:
         self._unfreed = [unit for unit in self._unfreed if not unit.is_gathered and not unit.try_free()]
 
     def _release(self, unit: Unit) -> None:
