@@ -1,9 +1,9 @@
 """Promise: under ZERO_3 the peak is the Budget plus a window of whole units, not the model."""
 
 import torch
-from gpu_models import Tower, gpus
 
 import onefold
+from gpu_models import Tower, gpus
 
 WIDTH, DEPTH = 2048, 40
 UNIT_GRADIENTS = 2

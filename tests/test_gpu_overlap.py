@@ -4,9 +4,9 @@ import statistics
 import time
 
 import torch
-from gpu_models import Tower, gpus
 
 import onefold
+from gpu_models import Tower, gpus
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_models import gpus, train
 
 import onefold
+from gpu_models import gpus, train
 
 PLANS = [onefold.ZERO_1, onefold.ZERO_2, onefold.ZERO_3]
 PRECISIONS = {

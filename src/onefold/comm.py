@@ -195,7 +195,8 @@ def start() -> None:
 
 
 def default_device() -> torch.device:
-    """torch's default device if the caller set one; else where ranks communicate: this process's GPU under NCCL, or CPU."""
+    """torch's default device if the caller set one; else where ranks communicate: this process's GPU under NCCL, or
+    CPU."""
     chosen = torch.get_default_device()
     if chosen.type != "cpu" or not dist.is_initialized():
         return chosen

@@ -34,7 +34,8 @@ def _dtype(field: str, value: "torch.dtype | str | None") -> torch.dtype | None:
 class DynamicLossScale:
     """DeepSpeed's dynamic loss-scale rule, its names and its defaults.
 
-    The scale halves when gradients overflow `hysteresis` times, and doubles after `window` good steps in a row (counted as DeepSpeed counts).
+    The scale halves when gradients overflow `hysteresis` times, and doubles after `window` good steps in a row (the
+    first doubling comes one step later: the rule counts from the last overflow, which is one before the start).
     """
 
     initial: float = 2.0**16

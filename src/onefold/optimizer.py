@@ -83,6 +83,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         session = self._session
         session.runtime.settle()
+        session.check_bound()
         active = session.reducer.flush()
         norm = self._global_norm()
         self.skipped = not norm < float("inf")

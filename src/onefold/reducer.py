@@ -20,7 +20,7 @@ from torch import Tensor
 from onefold.buffer import free_when_done
 from onefold.comm import Comm
 from onefold.errors import OrderMismatchError
-from onefold.released import ReducedGradient
+from onefold.released import ReducedGradient, metadata_only
 from onefold.streams import Lanes, Ticket
 from onefold.unit import Flat, Trained, Unit, stand_in
 
@@ -40,7 +40,8 @@ class Slots:
         """Slots whose gradient lies in `gradients`."""
 
     def expected(self) -> int:
-        return sum(param.requires_grad for param in self.flat.params)
+        with metadata_only():
+            return sum(param.requires_grad for param in self.flat.params)
 
     def collect(self) -> None:
         """Move the arrived gradients into the flat buffer; slots that the user cleared are forgotten first."""
@@ -55,17 +56,28 @@ class Slots:
         self.arrived = set()
 
     def forget_cleared(self) -> None:
-        for slot, param in enumerate(self.flat.params):
-            if self.touched[slot] and slot not in self.arrived and not isinstance(param.grad, ReducedGradient):
-                self.gradients.clear(slot)
-                self.touched[slot] = False
+        with metadata_only():
+            for slot, param in enumerate(self.flat.params):
+                if self.touched[slot] and slot not in self.arrived and not isinstance(param.grad, ReducedGradient):
+                    self.gradients.clear(slot)
+                    self.touched[slot] = False
+
+    def take_assigned(self) -> list[bool]:
+        """Count gradients that the user assigned by hand as arrived; returns which slots have a gradient."""
+        with metadata_only():
+            grads = [param.grad for param in self.flat.params]
+        self.arrived.update(
+            slot for slot, grad in enumerate(grads) if grad is not None and not isinstance(grad, ReducedGradient)
+        )
+        return [grad is not None for grad in grads]
 
     def drop(self) -> None:
         self.gradients.drop()
         self.arrived = set()
         self.touched = [False] * len(self.flat.params)
-        for param in self.flat.params:
-            param.grad = None
+        with metadata_only():
+            for param in self.flat.params:
+                param.grad = None
 
 
 class Reducer:
@@ -150,14 +162,13 @@ class Reducer:
         Raises:
             OrderMismatchError: ranks made different numbers of reductions since the last flush.
         """
-        keys, active = [], []
+        keys: list[tuple[int, int, int]] = []
+        active: list[bool] = []
         for index in sorted(self.slots):
             for position, slots in enumerate(self.slots[index]):
-                for slot, param in enumerate(slots.flat.params):
-                    if param.grad is not None and not isinstance(param.grad, ReducedGradient):
-                        slots.arrived.add(slot)
-                    keys.append((index, position, slot))
-                    active.append(param.grad is not None)
+                has_gradient = slots.take_assigned()
+                keys += [(index, position, slot) for slot in range(len(has_gradient))]
+                active += has_gradient
                 if slots.arrived:
                     self.finish()
                     slots.collect()

@@ -95,6 +95,10 @@ METADATA = _metadata()
 """Functions that need no values, so a released parameter answers them."""
 
 
+metadata_only = torch._C.DisableTorchFunctionSubclass
+"""Inside, metadata of released parameters is read without the detour over Python. Nothing may read values there."""
+
+
 class Owner(Protocol):
     """Who can bring a released parameter back."""
 

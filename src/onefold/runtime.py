@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm
-from onefold.errors import OnefoldError, ReleasedParameterError
+from onefold.errors import OnefoldError, ReleasedParameterError, ShardError
 from onefold.reducer import Reducer
+from onefold.released import metadata_only
 from onefold.schedule import BACKWARD, Schedule, Unscheduled
 from onefold.streams import Lanes
 from onefold.unit import Flat, PartUnit, Unit, Use
@@ -62,6 +63,13 @@ class Runtime:
             if self._flats
             else Unscheduled()
         )
+        self._places = {
+            id(param): (unit, flat, slot)
+            for unit in units
+            for flat in unit.flats
+            for slot, param in enumerate(flat.params)
+        }
+        self._frozen = [param for unit in units for flat in unit.flats if flat.trained is None for param in flat.params]
         self._entered: list[tuple[nn.Module, Unit]] = []
         self._pushed: list[bool] = []
         self._backward_open = False
@@ -78,6 +86,7 @@ class Runtime:
         """The forward of a unit's module starts."""
         if self.is_outermost and not in_backward():
             self.settle()
+            self._check_frozen()
             self.schedule.begin(f"forward of {name or 'the model'}")
             for each in self.units:
                 each.use = Use()
@@ -99,6 +108,16 @@ class Runtime:
             self.pop_saving()
             self.release_unpinned()
             self.schedule.end()
+
+    def _check_frozen(self) -> None:
+        with metadata_only():
+            thawed = next((param for param in self._frozen if param.requires_grad), None)
+        if thawed is not None:
+            raise ShardError(
+                f"{self.describe(thawed)} was frozen when onefold.shard was called and requires a gradient now, but has "
+                "no place for gradients and optimizer state. To train it later, let it require gradients when the model "
+                "is sharded and freeze it afterwards with requires_grad_(False)"
+            )
 
     def _leave_unit(self, unit: Unit) -> None:
         if unit.is_done() and unit.index != 0 and not in_backward():
@@ -130,12 +149,7 @@ class Runtime:
 
     def locate(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
         """The unit, flat buffer and slot of a parameter."""
-        for unit in self.units:
-            for flat in unit.flats:
-                for slot, candidate in enumerate(flat.params):
-                    if candidate is param:
-                        return unit, flat, slot
-        raise OnefoldError("this parameter does not belong to the sharded model")
+        return self._places[id(param)]
 
     def describe(self, param: nn.Parameter) -> str:
         unit, flat, slot = self.locate(param)

@@ -1,0 +1,65 @@
+"""Promise: nothing is read before it is written. Slow producers, dirtied memory and side streams change no bits."""
+
+import pytest
+import torch
+
+import onefold
+from gpu_models import Tower, gpus
+
+STEPS = 20
+
+
+def poison(device):
+    """Fill recycled blocks of the allocator with NaN, so that a block given out too early is seen."""
+    junk = [torch.full((numel,), float("nan"), device=device) for numel in (1 << 10, 1 << 16, 1 << 20)]
+    del junk
+
+
+def weights_after(rank, num_ranks, plan, precision, prefetch_bytes, disturbed):
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    model = Tower(128, 4).to(device)
+    if disturbed:
+        for module in model.modules():
+            module.register_full_backward_hook(lambda *_: torch.cuda._sleep(1_000_000))
+            module.register_forward_hook(lambda *_: torch.cuda._sleep(1_000_000))
+    model = onefold.shard(model, plan, precision=precision, prefetch_bytes=prefetch_bytes)
+    optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    side = torch.cuda.Stream()
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        x = torch.randn(16, 128, generator=generator).to(device)
+        stream = side if disturbed and step % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if disturbed:
+                poison(device)
+        torch.cuda.current_stream().wait_stream(stream)
+    with onefold.gathered(model):
+        return [param.detach().float().cpu() for param in model.parameters()]
+
+
+def equal(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("plan", [onefold.ZERO_2, onefold.ZERO_3], ids=["zero_2", "zero_3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+class TestRaces:
+    @gpus(1)
+    def test_one_gpu(self, plan, precision):
+        precision = onefold.Precision(params=precision)
+        calm = weights_after(0, 1, plan, precision, 0, disturbed=False)
+        assert equal(weights_after(0, 1, plan, precision, None, disturbed=True), calm)
+
+    @gpus(2)
+    def test_two_gpus(self, ranks, plan, precision):
+        precision = onefold.Precision(params=precision)
+        calm = ranks(2).run(weights_after, plan, precision, 0, False, timeout_s=120)
+        disturbed = ranks(2).run(weights_after, plan, precision, None, True, timeout_s=120)
+        for got, want in zip(disturbed, calm, strict=True):
+            assert equal(got, want)
