@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves
 
 from onefold.errors import ReducedGradientError
@@ -152,7 +153,8 @@ class ReducedGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _GRADIENT_METADATA:
+        # A compiler that describes a parameter describes its .grad too; it reads no values.
+        if func in _GRADIENT_METADATA or TracingContext.try_get() is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         reduced = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedGradient))

@@ -114,9 +114,9 @@ class Runtime:
             thawed = next((param for param in self._frozen if param.requires_grad), None)
         if thawed is not None:
             raise ShardError(
-                f"{self.describe(thawed)} was frozen when onefold.shard was called and requires a gradient now, but has "
-                "no place for gradients and optimizer state. To train it later, let it require gradients when the model "
-                "is sharded and freeze it afterwards with requires_grad_(False)"
+                f"{self.describe(thawed)} was frozen when onefold.shard was called and requires a gradient now, but "
+                "has no place for gradients and optimizer state. To train it later, let it require gradients when the "
+                "model is sharded and freeze it afterwards with requires_grad_(False)"
             )
 
     def _leave_unit(self, unit: Unit) -> None:

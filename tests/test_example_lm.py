@@ -1,0 +1,188 @@
+"""Promise: examples/lm, run as a person runs it, trains the same model whatever the plan and the number of ranks,
+leaves its curve and metrics, and explains itself when asked and when misused."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onefold.plan import NAMED_PLANS
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "lm" / "train.py"
+TINY = (
+    *("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--global-batch", "8"),
+    *("--steps", "5", "--micro-batch", "2", "--eval-batches", "2", "--sample-tokens", "8", "--log-every", "2"),
+)
+"""Small enough for seconds. On 2 ranks each runs 2 micro-batches a step, so gradients accumulate."""
+BYTES_A_PARAMETER = {"fp32": 16, "bf16": 14, "fp16": 16}
+
+
+def run(num_ranks, *args):
+    """The example as a process: `python train.py` on one rank, `torchrun` on more."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launcher = torchrun if num_ranks > 1 else []
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *map(str, args)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """`trained(num_ranks, *args)` trains once for each set of arguments: (metrics, printed text, output folder)."""
+    runs = {}
+
+    def train(num_ranks, *args):
+        key = (num_ranks, args)
+        if key not in runs:
+            out = tmp_path_factory.mktemp("lm")
+            done = run(num_ranks, *TINY, *args, "--out", out)
+            assert done.returncode == 0, done.stderr
+            runs[key] = json.loads((out / "metrics.json").read_text()), done.stdout, out
+        return runs[key]
+
+    return train
+
+
+def losses(metrics):
+    return [step["loss"] for step in metrics["steps"]]
+
+
+@pytest.mark.parametrize("plan", ["zero_1", "zero_2", "zero_3"])
+def test_every_plan_trains_the_same_model(trained, plan):
+    want, got = trained(2, "--plan", "zero_0")[0], trained(2, "--plan", plan)[0]
+    assert losses(got) == losses(want)
+    assert got["held_out_loss"] == want["held_out_loss"]
+    assert got["sample"] == want["sample"]
+
+
+def test_the_number_of_ranks_changes_only_rounding(trained):
+    one, two = trained(1, "--plan", "zero_3")[0], trained(2, "--plan", "zero_3")[0]
+    assert (one["num_ranks"], two["num_ranks"]) == (1, 2)
+    assert losses(one) == pytest.approx(losses(two), abs=1e-4)
+    assert one["held_out_loss"] == pytest.approx(two["held_out_loss"], abs=1e-4)
+
+
+def test_checkpointing_activations_changes_nothing(trained):
+    want, got = trained(2, "--plan", "zero_3")[0], trained(2, "--plan", "zero_3", "--checkpoint-activations")[0]
+    assert losses(got) == losses(want)
+
+
+def test_it_learns(trained):
+    metrics = trained(2, "--plan", "zero_3")[0]
+    first, *_, last = losses(metrics)
+    assert first == pytest.approx(math.log(256), abs=0.2)
+    assert last < first - 0.2
+
+
+@pytest.mark.parametrize("precision", BYTES_A_PARAMETER)
+def test_every_precision_trains_and_holds_what_it_says(trained, precision):
+    metrics = trained(2, "--plan", "zero_3", *(("--precision", precision) if precision != "fp32" else ()))[0]
+    assert losses(metrics) == pytest.approx(losses(trained(2, "--plan", "zero_3")[0]), abs=0.1)
+    measured = sum(sum(tiers.values()) for tiers in metrics["memory_bytes_a_rank"]["measured"].values())
+    # A rank also holds the padding of its shards, a few percent in a model this small.
+    assert measured / metrics["num_parameters"] == pytest.approx(BYTES_A_PARAMETER[precision] / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2", "zero_3"])
+def test_the_memory_table_predicts_what_is_held(trained, plan):
+    metrics, printed, _ = trained(2, "--plan", plan)
+    memory = metrics["memory_bytes_a_rank"]
+    assert memory["predicted"] == memory["measured"]
+    for kind in ("params", "grads", "optim"):
+        assert f"{memory['measured'][kind]['device']:,}" in printed
+    for word in ("parameters", "gradients", "optimizer state", "predicted bytes", "measured bytes"):
+        assert word in printed
+
+
+def test_progress_is_printed_once_and_in_lines_without_a_terminal(trained):
+    printed = trained(2, "--plan", "zero_3")[1]
+    shown = [line.split()[1] for line in printed.splitlines() if line.startswith("step ")]
+    assert shown == ["1/5", "2/5", "4/5", "5/5"]
+
+
+def test_the_curve_is_a_picture(trained):
+    image = pytest.importorskip("matplotlib.image")
+    pixels = torch.tensor(image.imread(trained(2, "--plan", "zero_3")[2] / "loss.png"))
+    height, width, _ = pixels.shape
+    assert min(height, width) > 300
+    red, _, blue = pixels[..., 0], pixels[..., 1], pixels[..., 2]
+    assert ((blue - red) > 0.5).sum() > 200, "the blue line of the training loss"
+    assert ((red - blue) > 0.5).sum() > 10, "the orange point of the held-out loss"
+
+
+def test_the_metrics_tell_the_run(trained):
+    metrics, _, out = trained(2, "--plan", "zero_3")
+    assert [step["step"] for step in metrics["steps"]] == [1, 2, 3, 4, 5]
+    assert all(math.isfinite(value) for step in metrics["steps"] for value in step.values())
+    assert metrics["config"]["plan"] == "zero_3"
+    assert metrics["config"]["global_batch"] == 8
+    assert (out / "sample.txt").read_text(encoding="utf-8").startswith(metrics["config"]["prompt"])
+
+
+def test_help_explains_every_plan():
+    done = run(1, "--help")
+    assert done.returncode == 0
+    for word in (*NAMED_PLANS, "torchrun", "not built yet", "--micro-batch", "--config", "--checkpoint-activations"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--plan", "zero_9"), ["zero_9", *NAMED_PLANS]),
+        (("--plan", "offload"), ["host", "DEVICE"]),
+        (("--width", 33), ["--width", "--heads", "33"]),
+        (("--global-batch", 9, "--micro-batch", 2), ["9", "--micro-batch 2"]),
+    ],
+    ids=["no such plan", "tier not built", "heads", "micro-batch"],
+)
+def test_a_mistake_is_named(args, words, tmp_path):
+    done = run(1, *TINY, *args, "--out", tmp_path)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_win_over_the_config_file(trained, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('plan = "zero_0"\nsteps = 3\nlog-every = 1\nseed = 7\n')
+    metrics = trained(1, "--config", config, "--plan", "zero_2")[0]
+    assert metrics["config"]["plan"] == "zero_2"
+    assert metrics["config"]["steps"] == 5  # TINY's flag
+    assert metrics["config"]["log_every"] == 2
+    assert metrics["config"]["seed"] == 7  # from the file
+
+
+def test_an_unknown_name_in_the_config_file_is_named(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text("widht = 3\n")
+    done = run(1, *TINY, "--config", config, "--out", tmp_path / "out")
+    assert done.returncode != 0
+    assert "widht" in done.stderr
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_share_the_global_batch_out(num_ranks, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import data
+
+    tokens = torch.arange(5000).to(torch.uint8)
+    inputs, targets = data.global_batch(tokens, 8, 16, "train", 0, 3)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(torch.cat([data.rank_slice(inputs, rank, num_ranks) for rank in range(num_ranks)]), inputs)
+    for other in (("train", 0, 4), ("train", 1, 3), ("held out", 0, 3)):
+        assert not torch.equal(data.global_batch(tokens, 8, 16, *other)[0], inputs)
