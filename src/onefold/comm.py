@@ -12,6 +12,7 @@ NCCL chooses its own order; there plans agree to rounding.
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,20 @@ class LocalComm:
         return [value]
 
 
+# Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
+# share them; the entry goes when torch.distributed is shut down.
+_made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], tuple[Any, Any, Any]]] = WeakKeyDictionary()
+
+
+def _groups(ranks: tuple[int, ...], backend: str) -> tuple[Any, Any, Any]:
+    """The groups for gathers, for reductions and for control messages over `ranks`; made once."""
+    made = _made.setdefault(dist.group.WORLD, {})
+    if (ranks, backend) not in made:
+        data, reduction = (dist.new_group(list(ranks), backend=backend) for _ in range(2))
+        made[ranks, backend] = (data, reduction, dist.new_group(list(ranks), backend="gloo"))
+    return made[ranks, backend]
+
+
 class _GroupComm:
     """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo."""
 
@@ -83,9 +98,7 @@ class _GroupComm:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._root = ranks[0]
-        self._data = dist.new_group(list(ranks), backend=self.backend)
-        self._reduction = dist.new_group(list(ranks), backend=self.backend)
-        self._control = dist.new_group(list(ranks), backend="gloo")
+        self._data, self._reduction, self._control = _groups(tuple(ranks), self.backend)
         self.rank = dist.get_rank(self._data)
         self.num_ranks = len(ranks)
 
