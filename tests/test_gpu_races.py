@@ -15,6 +15,12 @@ def poison(device):
     del junk
 
 
+def slow(module, args, output):
+    """The GPU idles before what follows this module, and before its backward."""
+    torch.cuda._sleep(1_000_000)
+    output.register_hook(lambda grad: torch.cuda._sleep(1_000_000))
+
+
 def weights_after(rank, num_ranks, plan, precision, prefetch_bytes, disturbed):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -22,8 +28,7 @@ def weights_after(rank, num_ranks, plan, precision, prefetch_bytes, disturbed):
     model = Tower(128, 4).to(device)
     if disturbed:
         for module in model.modules():
-            module.register_full_backward_hook(lambda *_: torch.cuda._sleep(1_000_000))
-            module.register_forward_hook(lambda *_: torch.cuda._sleep(1_000_000))
+            module.register_forward_hook(slow)
     model = onefold.shard(model, plan, precision=precision, prefetch_bytes=prefetch_bytes)
     optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=1.0)
     side = torch.cuda.Stream()

@@ -174,6 +174,7 @@ def measured(model: nn.Module, optimizer: Optimizer) -> Budget:
     Gradients count from backward until `zero_grad`.
     """
     session = session_of(model, "measured")
+    session.reducer.finish()
     flats = [flat for unit in session.runtime.units for flat in unit.flats]
     gradients = [flat.trained.gradients for flat in flats if flat.trained is not None]
     grads = sum(kept.nbytes for each in gradients for kept in (each.local, each.reduced) if kept is not None)

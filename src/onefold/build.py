@@ -82,11 +82,15 @@ class Builder:
         if kind.is_trained:
             master = self._master(weight, source[updated])
             trained = Trained(
-                master=master, gradients=self._gradients(layout, kind), start=updated.start, numel=weight.numel()
+                master=master,
+                gradients=self._gradients(layout, kind),
+                start=updated.start,
+                numel=weight.numel(),
+                rest=self._optim,
             )
         buffer.settle()
         self._lanes.order_gather()
-        return Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained)
+        return Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=self._params)
 
     def _source(self, layout: Layout, params: Sequence[nn.Parameter]) -> Tensor:
         source = torch.zeros(layout.numel, dtype=exact_dtype(params[0].dtype), device=self._device)

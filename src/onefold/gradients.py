@@ -137,7 +137,8 @@ class Gradients:
             views = self._views(self.local)
             rest = [view for view, grad in zip(views, dense, strict=True) if grad is None]
             rest += [self.local[start:stop] for start, stop in self._gaps]
-            torch._foreach_copy_(*_pairs(views, dense))
+            if len(rest) < len(views) + len(self._gaps):
+                torch._foreach_copy_(*_pairs(views, dense))
             if rest:
                 torch._foreach_zero_(rest)
         elif any(grad is not None for grad in dense):

@@ -13,19 +13,18 @@ After a reduction `.grad` of a parameter is a stand-in (released.py). It is the 
 parameter's gradient is forgotten before anything is added, and a step leaves the parameter alone, as torch does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from onefold.buffer import free_when_done
-from onefold.comm import Comm
 from onefold.errors import OrderMismatchError
+from onefold.meeting import Meeting
 from onefold.released import ReducedGradient, metadata_only
 from onefold.streams import Lanes, Ticket
 from onefold.unit import Flat, Trained, Unit, stand_in
 
 _IN_FLIGHT = 2
-_WORD = 62
 
 
 class Slots:
@@ -81,11 +80,15 @@ class Slots:
 
 
 class Reducer:
-    """Collects and reduces the gradients of all units."""
+    """Collects and reduces the gradients of all units.
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, lanes: Lanes) -> None:
-        self._comm = comm
+    `meet` is called before the first reduction of a backward pass: ranks must not start it for different reasons.
+    """
+
+    def __init__(self, units: Sequence[Unit], meeting: Meeting, lanes: Lanes, meet: Callable[[], object]) -> None:
+        self._meeting = meeting
         self._lanes = lanes
+        self._meet = meet
         self.slots = {unit.index: [Slots(flat, trained) for flat, trained in unit.trained_flats] for unit in units}
         self.slots = {index: slots for index, slots in self.slots.items() if slots}
         self._order = sorted(self.slots, reverse=True)
@@ -173,7 +176,14 @@ class Reducer:
                     self.finish()
                     slots.collect()
         pending = [any(slots.gradients.local is not None for slots in self.slots[index]) for index in self._order]
-        merged = self._merge([*active, *pending])
+        counts, merged = self._meeting.exchange(
+            "optimizer step (or gathered)", [self._num_reduced], [*active, *pending]
+        )
+        if any(count != counts[0] for count in counts):
+            raise OrderMismatchError(
+                f"ranks reduced gradients different numbers of times before this step (by rank: {counts}); every rank "
+                "must run as many backwards, inside and outside of accumulate(model), as the others"
+            )
         self._num_reduced = 0
         for index, is_pending in zip(self._order, merged[len(active) :], strict=True):
             if is_pending:
@@ -191,22 +201,6 @@ class Reducer:
             for slots in group:
                 slots.drop()
 
-    def _merge(self, bits: list[bool]) -> list[bool]:
-        words = [self._num_reduced]
-        for start in range(0, len(bits), _WORD):
-            words.append(sum(1 << place for place, bit in enumerate(bits[start : start + _WORD]) if bit))
-        messages = self._comm.exchange(words)
-        counts = [message[0] for message in messages]
-        if len(set(counts)) > 1:
-            raise OrderMismatchError(
-                f"ranks reduced gradients different numbers of times before this step (by rank: {counts}); every rank "
-                "must run as many backwards, inside and outside of accumulate(model), as the others"
-            )
-        merged = [0] * len(words)
-        for message in messages:
-            merged = [have | new for have, new in zip(merged, message, strict=True)]
-        return [bool(merged[1 + place // _WORD] >> place % _WORD & 1) for place in range(len(bits))]
-
     def _close(self, index: int) -> None:
         if any(slots.gradients.reduced is not None for slots in self.slots[index]):
             self.finish()
@@ -218,6 +212,8 @@ class Reducer:
         while (
             not self.accumulating and self._position < len(self._order) and self._order[self._position] in self._closed
         ):
+            if self._position == 0:
+                self._meet()
             self._reduce(self._order[self._position])
             self._position += 1
 
@@ -230,5 +226,5 @@ class Reducer:
     def _agree(self) -> None:
         if self._is_order_agreed or self.accumulating:
             return
-        self._order = self._comm.exchange(self._closed)[0]
+        self._order = self._meeting.exchange_order(self._closed)
         self._is_order_agreed = True

@@ -100,6 +100,12 @@ metadata_only = torch._C.DisableTorchFunctionSubclass
 """Inside, metadata of released parameters is read without the detour over Python. Nothing may read values there."""
 
 
+def name_of(func: Callable[..., Any]) -> str:
+    """What the user called, for messages: the attribute for its getter, else the function."""
+    attribute = getattr(func, "__self__", None)
+    return str(getattr(attribute if attribute is not None else func, "__name__", func))
+
+
 class Owner(Protocol):
     """Who can bring a released parameter back."""
 
@@ -162,7 +168,7 @@ class ReducedGradient(Tensor):
         if func is _T.__repr__:
             return f"<gradient of {name}, reduced into shards>"
         raise ReducedGradientError(
-            f"the gradient of {name} is already reduced into shards, so {getattr(func, '__name__', func)} cannot read "
+            f"the gradient of {name} is already reduced into shards, so {name_of(func)} cannot read "
             "it here. To clip, pass max_grad_norm= to the onefold optimizer (its .grad_norm is the global norm); to "
             "update, use an optimizer built by onefold after onefold.shard (onefold.AdamW(model, ...), or "
             "onefold.Elementwise for torch.optim classes); to read it, use `with onefold.gathered(model):`"

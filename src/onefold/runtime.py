@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from onefold.comm import Comm
 from onefold.errors import OnefoldError, ReleasedParameterError, ShardError
+from onefold.meeting import Meeting
 from onefold.reducer import Reducer
-from onefold.released import metadata_only
-from onefold.schedule import BACKWARD, Schedule, Unscheduled
-from onefold.streams import Lanes
+from onefold.released import metadata_only, name_of
+from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.unit import Flat, PartUnit, Unit, Use
 
 
@@ -49,19 +49,18 @@ def in_backward() -> bool:
 class Runtime:
     """Runs one sharded model. `root` is unit 0; `prefetch_bytes` bounds units gathered ahead of their use."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, lanes: Lanes, reducer: Reducer, prefetch_bytes: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], comm: Comm, meeting: Meeting, reducer: Reducer, prefetch_bytes: int
+    ) -> None:
         self.units = tuple(units)
         self.comm = comm
-        self.lanes = lanes
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
         self._flats = {
             flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats
         }
         self.schedule: Schedule | Unscheduled = (
-            Schedule([unit.name for unit in units], comm.exchange, self._issue, comm.rank)
-            if self._flats
-            else Unscheduled()
+            Schedule([unit.name or "(root)" for unit in units], meeting, self._issue) if self._flats else Unscheduled()
         )
         self._places = {
             id(param): (unit, flat, slot)
@@ -141,8 +140,8 @@ class Runtime:
             unit, _, _ = self.locate(param)
             if self.schedule.phase is None:
                 raise ReleasedParameterError(
-                    f"{self.describe(param)} is not gathered: its values rest in shards on {self.comm.num_ranks} "
-                    f"ranks, so {getattr(func, '__name__', func)} cannot read it here. Use it inside the model's "
+                    f"{self.describe(param)} is not gathered: its values rest in shards, "
+                    f"so {name_of(func)} cannot read it here. Use it inside the model's "
                     "forward, or inside `with onefold.gathered(model):` (write=True to change it)"
                 )
             self.need(unit)
@@ -202,7 +201,7 @@ class Runtime:
             return
         self._backward_open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
-        self.schedule.begin(BACKWARD)
+        self.schedule.begin(ACCUMULATING if self.reducer.accumulating else BACKWARD)
         self.reducer.begin()
         self._prefetch()
 

@@ -2,6 +2,7 @@
 
 [Note: The recorded order]
 A phase is one outermost forward or one backward pass. Every rank issues exactly the same gathers in each phase:
+0. *Meeting.* All ranks start the same phase, or all of them raise.
 1. *Replay.* If a phase of this kind has a frozen order, its gathers are issued in that order, each before its unit is
    needed (so they can be prefetched). A unit this rank skips is gathered all the same: others need its shard.
 2. *Negotiation.* A unit that is not in what is left of the frozen order is asked for by exchanging messages: after the
@@ -14,26 +15,18 @@ they: every rank sees the same messages and raises the same error, and no rank w
 """
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 from zlib import crc32
 
 from onefold.errors import OrderMismatchError
+from onefold.meeting import Meeting
 
-
-class Exchange(Protocol):
-    """Every rank's message, by rank."""
-
-    def __call__(self, message: Sequence[int]) -> list[list[int]]: ...
-
-
-BACKWARD = "backward"
-"""The phase of every backward pass; units come in falling order there."""
+BACKWARD = "backward pass"
+"""The phase of a backward pass that reduces gradients; units come in falling order there."""
+ACCUMULATING = "backward pass inside accumulate"
+"""The phase of one that only adds them up."""
 
 _END = -1
-_WAY_OUT = (
-    ". Under a plan that partitions parameters every rank must run the units in the same order (a rank may skip some); "
-    "put modules whose order differs into one unit with shard(units=...), or use ZERO_2, which gathers nothing"
-)
 
 
 def _digest(units: Sequence[int]) -> int:
@@ -43,11 +36,10 @@ def _digest(units: Sequence[int]) -> int:
 class Schedule:
     """Decides which gathers to issue. `issue(unit)` gathers a unit on this rank; all ranks issue the same sequence."""
 
-    def __init__(self, names: Sequence[str], exchange: Exchange, issue: Callable[[int], None], rank: int) -> None:
+    def __init__(self, names: Sequence[str], meeting: Meeting, issue: Callable[[int], None]) -> None:
         self._names = names
-        self._exchange = exchange
+        self._meeting = meeting
         self._issue = issue
-        self._rank = rank
         self._frozen: dict[str, tuple[int, ...]] = {}
         self._phase: str | None = None
         self._order: tuple[int, ...] = ()
@@ -65,6 +57,7 @@ class Schedule:
     def begin(self, phase: str) -> None:
         """Start a phase; `phase` names its kind, such as "forward of model"."""
         self._raise_if_broken()
+        self._meeting.exchange(f"start of the {phase}")
         self._phase = phase
         self._order = self._frozen.get(phase, ())
         self._issued = 0
@@ -132,64 +125,39 @@ class Schedule:
 
     def _negotiate(self, unit: int) -> set[int]:
         """One round: returns the unit gathered on every rank, or nothing when all are at the end of the phase."""
-        phase = crc32((self._phase or "").encode())
-        messages = self._exchange(
-            [phase, unit, int(unit in self._skipped), _digest(self._used), _digest(sorted(self._used))]
-        )
-        self._check_phases(messages)
-        wanted = [message[1] for message in messages]
+        phase = self._phase or ""
+        mine = [unit, int(unit in self._skipped), _digest(self._used), _digest(sorted(self._used))]
+        messages, _ = self._meeting.exchange(phase, mine)
+        wanted = [message[0] for message in messages]
         if all(want == _END for want in wanted):
-            self._freeze(messages)
+            self._freeze(phase, messages)
             return set()
-        self._check_order(messages)
+        if any(message[1] for message in messages) and any(want != wanted[0] for want in wanted):
+            self._fail()
         asked = [want for want in wanted if want != _END]
-        chosen = max(asked) if self._phase == BACKWARD else min(asked)
+        chosen = max(asked) if phase in (BACKWARD, ACCUMULATING) else min(asked)
         if unit != chosen:
             self._skipped.add(chosen)
         self._gathered.append(chosen)
         self._issue(chosen)
         return {chosen}
 
-    def _freeze(self, messages: Sequence[Sequence[int]]) -> None:
-        same_order = all(message[3] == messages[0][3] for message in messages)
-        same_units = all(message[4] == messages[0][4] for message in messages)
+    def _freeze(self, phase: str, messages: Sequence[Sequence[int]]) -> None:
+        same_order = all(message[2] == messages[0][2] for message in messages)
+        same_units = all(message[3] == messages[0][3] for message in messages)
         if same_units and not same_order:
-            self._fail(
-                f"ranks use the model's units in different orders in the {self._phase}: rank {self._rank} used "
-                f"{self._story()}{_WAY_OUT}"
-            )
-        self._frozen[self._phase or ""] = tuple(self._used if same_order else self._gathered)
+            self._fail()
+        self._frozen[phase] = tuple(self._used if same_order else self._gathered)
 
-    def _story(self) -> str:
-        return " then ".join(repr(self._names[unit]) for unit in dict.fromkeys(self._used)) or "nothing"
-
-    def _check_phases(self, messages: Sequence[Sequence[int]]) -> None:
-        if all(message[0] == messages[0][0] for message in messages):
-            return
-        others = [rank for rank, message in enumerate(messages) if message[0] != messages[self._rank][0]]
-        self._fail(
-            f"rank {self._rank} is in the {self._phase}, ranks {others} are in another pass of the model; every rank "
-            "must run the same forwards and backwards"
+    def _fail(self) -> NoReturn:
+        mine = ", ".join(repr(self._names[unit]) for unit in dict.fromkeys(self._used)) or "nothing"
+        stories = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(self._meeting.tell(mine)))
+        self._broken = OrderMismatchError(
+            f"ranks use the model's units in different orders in the {self._phase}: {stories} (this is rank "
+            f"{self._meeting.rank}). Under a plan that partitions parameters every rank must run the units in the same "
+            "order (a rank may skip some); put modules whose order differs into one unit with shard(units=...), or use "
+            "ZERO_2, which gathers nothing"
         )
-
-    def _check_order(self, messages: Sequence[Sequence[int]]) -> None:
-        wanted = [message[1] for message in messages]
-        late = [rank for rank, message in enumerate(messages) if message[2]]
-        if not late or all(want == wanted[0] for want in wanted):
-            return
-        story = "; ".join(
-            f"rank {rank} "
-            + (f"uses {self._names[want]!r}" if want != _END else "is at its end")
-            + (" which the others used before" if rank in late else "")
-            for rank, want in enumerate(wanted)
-        )
-        self._fail(
-            f"ranks use the model's units in different orders in the {self._phase}: {story}; rank {self._rank} used "
-            f"{self._story()}{_WAY_OUT}"
-        )
-
-    def _fail(self, message: str) -> NoReturn:
-        self._broken = OrderMismatchError(message)
         raise self._broken
 
     def _raise_if_broken(self) -> None:

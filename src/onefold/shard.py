@@ -1,6 +1,7 @@
 """Owns `shard`: the one place where a plan becomes structure."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -14,11 +15,13 @@ from onefold.discover import UnitChoice, UnitSpec, discover
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
+from onefold.meeting import Meeting
 from onefold.meta import has_meta, materialize
 from onefold.plan import NAMED_PLANS, Plan
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
+from onefold.schedule import BACKWARD
 from onefold.session import Session, is_sharded
 from onefold.streams import lanes_for
 from onefold.unit import Unit
@@ -82,18 +85,24 @@ def _open_session(
 ) -> Session:
     lanes = lanes_for(device)
     built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
-    reducer = Reducer(built, comm, lanes)
+    meeting = Meeting(comm, sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
+    meet = _no_meeting if plan.params.partitioned else partial(meeting.exchange, BACKWARD)
+    reducer = Reducer(built, meeting, lanes, meet)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
     return Session(
         plan=plan,
         precision=precision,
         device=device,
         comm=comm,
-        runtime=Runtime(built, comm, lanes, reducer, largest if prefetch_bytes is None else prefetch_bytes),
+        runtime=Runtime(built, comm, meeting, reducer, largest if prefetch_bytes is None else prefetch_bytes),
         reducer=reducer,
         scaler=make_scaler(precision.loss_scale),  # type: ignore[arg-type]
         fingerprint=_fingerprint(plan, comm, built),
     )
+
+
+def _no_meeting() -> None:
+    """Ranks that gather parameters have met at the start of the pass."""
 
 
 def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:

@@ -43,12 +43,11 @@ class Lane(Protocol):
     def run(
         self,
         launch: Callable[[], Finish | None],
-        then: Finish | None = None,
         *,
         after: Sequence[Ticket] = (),
         keep: Sequence[Any] = (),
     ) -> Ticket:
-        """Queue `launch`, and `then` behind it, once every ticket of `after` is done."""
+        """Queue `launch` once every ticket of `after` is done."""
         ...
 
 
@@ -78,22 +77,13 @@ class HostLane:
     def run(
         self,
         launch: Callable[[], Finish | None],
-        then: Finish | None = None,
         *,
         after: Sequence[Ticket] = (),
         keep: Sequence[Any] = (),
     ) -> Ticket:
         for ticket in after:
             ticket.wait()
-        finish = launch()
-
-        def complete() -> None:
-            if finish is not None:
-                finish()
-            if then is not None:
-                then()
-
-        return Ticket(complete, keep)
+        return Ticket(launch(), keep)
 
 
 class HostLanes:
@@ -122,7 +112,6 @@ class StreamLane:
     def run(
         self,
         launch: Callable[[], Finish | None],
-        then: Finish | None = None,
         *,
         after: Sequence[Ticket] = (),
         keep: Sequence[Any] = (),
@@ -133,8 +122,6 @@ class StreamLane:
             finish = launch()
             if finish is not None:
                 finish()
-            if then is not None:
-                then()
             event = self.stream.record_event()
         return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep)
 

@@ -10,6 +10,7 @@ collective - workers that did not all come back, group taken down, are killed an
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -194,7 +195,9 @@ class RankPool:
             for worker in workers:
                 worker.tasks.send_bytes(pickle.dumps(task))
             outcomes = _outcomes(workers, timeout_s)
-            stuck = _leave(workers) if len(outcomes) == len(workers) else []
+            is_good = all(outcome.error is None for outcome in outcomes.values())
+            patience_s = timeout_s if is_good else _GRACE_S
+            stuck = _leave(workers, patience_s) if len(outcomes) == len(workers) else []
             healthy = len(outcomes) == len(workers) and not stuck
         finally:
             if not healthy:
@@ -236,13 +239,13 @@ def _outcomes(workers: Sequence[_Worker], timeout_s: float) -> dict[int, _Outcom
     return outcomes
 
 
-def _leave(workers: Sequence[_Worker]) -> list[str]:
+def _leave(workers: Sequence[_Worker], patience_s: float) -> list[str]:
     """Take the process group down on every rank; returns the ranks that cannot, since a collective holds them.
 
     Only now that all ranks have returned: leaving while a peer still reads from the group could cut that peer off.
     """
     stuck = []
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + patience_s
     for worker in workers:
         with contextlib.suppress(OSError):  # a process that died has left too
             worker.tasks.send_bytes(_LEAVE)
@@ -288,6 +291,7 @@ def _serve(rank: int, tasks: "Connection[Any, Any]", stacks: "Connection[Any, An
         if message == _LEAVE:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # models are cycles, and hold groups with threads of their own
             tasks.send_bytes(_LEAVE)
         else:
             tasks.send_bytes(_attempt(rank, pickle.loads(message)))

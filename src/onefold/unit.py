@@ -23,6 +23,7 @@ from onefold.gradients import Gradients
 from onefold.layout import Layout
 from onefold.released import Owner, ReducedGradient, ReleasedParameter
 from onefold.streams import Lanes, Ticket
+from onefold.tier import Storehouse
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class Trained:
     """Index in the flat buffer of the first element this rank updates."""
     numel: int
     """Elements this rank updates."""
+    rest: Storehouse
+    """Where optimizer state rests."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class Flat:
     weight: Tensor
     """The compute weights this rank keeps: its shard, a view of its range, or the whole buffer."""
     trained: Trained | None
+    rest: Storehouse
+    """Where `weight` rests."""
     version: int = 0
     """Updates so far."""
 
@@ -151,8 +156,9 @@ class PartUnit(Unit):
         for flat in self.flats:
             flat.buffer.grow()
 
-            launch = partial(self._comm.all_gather, flat.buffer.whole, flat.weight)
-            self._tickets.append(self._lanes.gather.run(launch))
+            shard, fetched = flat.rest.fetch(flat.weight)
+            launch = partial(self._comm.all_gather, flat.buffer.whole, shard)
+            self._tickets.append(self._lanes.gather.run(launch, after=[fetched], keep=[shard]))
 
     def wait(self) -> None:
         if self.is_used:

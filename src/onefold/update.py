@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from onefold.buffer import exact_dtype
@@ -101,12 +100,11 @@ class RuleUpdate(_Update):
         self._rule = rule
         self._steps = [0] * len(groups)
         self._state: dict[str, Tensor] = {}
-        device = slots.flat.weight.device
         for piece in self._pieces:
             group = groups[piece.slot]
             for name in rule.state_names(group) if group is not None else ():
                 if name not in self._state:
-                    self._state[name] = torch.zeros(self._trained.numel, dtype=self._dtype, device=device)
+                    self._state[name] = self._trained.rest.allocate(self._trained.numel, self._dtype)
                 rule.init_state(name, self._state[name][piece.start : piece.stop], self._group(piece.slot))
 
     @property
@@ -129,10 +127,18 @@ class RuleUpdate(_Update):
     def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
         for slot in slots:
             self._steps[slot] += 1
+        fetched = {name: self._fetch(resting) for name, resting in self._state.items()}
         for run in self._runs(slots):
             part = slice(run.start, run.stop)
-            state = {name: self._state[name][part] for name in self._rule.state_names(run.group)}
+            state = {name: fetched[name][part] for name in self._rule.state_names(run.group)}
             self._rule.update(master[part], grad[part], state, run.group, run.step)
+        for name, changed in fetched.items():
+            self._trained.rest.store(self._state[name], changed).wait()
+
+    def _fetch(self, resting: Tensor) -> Tensor:
+        here, ticket = self._trained.rest.fetch(resting)
+        ticket.wait()
+        return here
 
     def _runs(self, slots: set[int]) -> Iterator[_Run]:
         run: _Run | None = None

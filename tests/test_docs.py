@@ -1,0 +1,227 @@
+"""Promise: the documentation is true. Its code runs and prints what it says, and what it names exists.
+
+A page is one script: its ```python blocks run in order in one namespace, on one rank. A ```text block right after one
+holds what that block printed; `...` in it stands for anything, and line breaks count as spaces.
+"""
+
+import ast
+import inspect
+import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+import onefold
+from onefold import errors
+from test_floors import FLOORS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "src" / "onefold"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+HOWTO = [page for page in PAGES if page.parent.name == "howto"]
+DECISIONS = [page for page in PAGES if page.parent.name == "decisions" and not page.name.startswith("0000")]
+
+# What the reader of a page has already. Only where a page talks about "your model" without showing one.
+HAS_ALREADY = {
+    "README.md": """
+import torch
+
+class Output(torch.Tensor):
+    @property
+    def loss(self):
+        return self
+
+class YourModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(4)
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.norm(x)).square().mean().as_subclass(Output)
+
+model = YourModel()
+loader = [{"x": torch.randn(8, 4)} for _ in range(2)]
+first, second = torch.randn(8, 4), torch.randn(8, 4)
+"""
+}
+
+
+def named(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One fenced block: its language, its text, the line it starts on, and what stands between it and the last one."""
+
+    language: str
+    text: str
+    line: int
+    before: str
+
+
+def blocks(page_text):
+    found, end = [], 0
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", page_text, re.MULTILINE | re.DOTALL):
+        line = page_text.count("\n", 0, match.start(2))
+        found.append(Block(language=match[1], text=match[2], line=line, before=page_text[end : match.start()]))
+        end = match.end()
+    return found
+
+
+def as_pattern(expected):
+    """A regular expression for printed text: `...` is anything, any white space is any other."""
+    parts = (r"\s+".join(re.escape(word) for word in part.split()) for part in expected.split("..."))
+    return r"\s*" + r"\s*.*?\s*".join(parts) + r"\s*"
+
+
+def run(page_text, name, prelude=""):
+    """Run a page; the errors point at its lines."""
+    namespace = {"__name__": "__main__"}
+    exec(prelude, namespace)
+    printed = None
+    for block in blocks(page_text):
+        if block.language == "python":
+            out = StringIO()
+            with redirect_stdout(out):
+                exec(compile("\n" * block.line + block.text, name, "exec"), namespace)
+            printed = out.getvalue()
+        elif block.language == "text" and printed is not None and not block.before.strip():
+            matches = re.fullmatch(as_pattern(block.text), printed, re.DOTALL)
+            assert matches, f"{name}, line {block.line}: this was printed\n{printed}"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch says it of itself as it sets up to compile
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=named)
+def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(page.read_text(), str(page), HAS_ALREADY.get(named(page), ""))
+
+
+SAMPLE = "```python\nx = 2\n```\nand\n```python\nprint(f'{x:.1f} is\\nfound')\n```\n\n```text\n{}\n```\n"
+
+
+@pytest.mark.parametrize("said", ["2.0 is found", "2... found", "..."])
+def test_a_true_page_passes(said):
+    run(SAMPLE.replace("{}", said), "sample")
+
+
+@pytest.mark.parametrize("said", ["3.0 is found", "2.0 is found.", "2.0 ... lost", "found"])
+def test_a_false_page_fails(said):
+    with pytest.raises(AssertionError, match="this was printed"):
+        run(SAMPLE.replace("{}", said), "sample")
+
+
+def test_a_page_that_does_not_run_fails_on_its_own_line():
+    with pytest.raises(ZeroDivisionError) as caught:
+        run("One\n\n```python\n1 / 0\n```\n", "sample")
+    assert (caught.traceback[-1].frame.code.raw.co_filename, caught.traceback[-1].lineno + 1) == ("sample", 4)
+
+
+# --- names of things that exist
+
+
+def anchors(text):
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there.read_text()), target
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if DOCS in page.parents], ids=named)
+def test_source_and_test_files_named_exist(page):
+    for path in re.findall(r"`((?:src|tests|examples|scripts|docs)/[\w./]+)`", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", [*HOWTO, *DECISIONS], ids=named)
+def test_the_index_leads_to_every_page(page):
+    assert f"({page.relative_to(DOCS).as_posix()})" in (DOCS / "index.md").read_text()
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=named)
+def test_a_decision_has_the_parts_of_the_template(page):
+    parts = [
+        re.findall(r"^## .*$", each.read_text(), re.MULTILINE) for each in (page, DOCS / "decisions/0000-template.md")
+    ]
+    assert parts[0] == parts[1]
+
+
+# --- the architecture page
+
+
+def files_by_floor(text):
+    """{floor: files} from the headings "### Floor 1: bytes" and the bullets under them that open with a file."""
+    floors = {}
+    headed = re.findall(r"^### (?:Floor \d: (\w+)|Roof)\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    for floor, body in headed:
+        floors[floor or "roof"] = re.findall(r"^- `(\w+)\.py`", body, re.MULTILINE)
+    return floors
+
+
+def test_architecture_puts_every_file_on_its_floor():
+    here = {path.stem for path in PACKAGE.glob("*.py")}
+    built = {floor: sorted(here.intersection(modules)) for floor, modules in FLOORS}
+    told = files_by_floor((DOCS / "architecture.md").read_text())
+    assert {floor: sorted(files) for floor, files in told.items()} == built
+
+
+def test_the_picture_shows_every_file_but_the_roof():
+    shown = re.findall(r"\b[a-z]+\b", " ".join(re.findall(r">([^<]+)</text>", (DOCS / "house.svg").read_text())))
+    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} <= set(shown)
+
+
+def notes():
+    """(essays by the file they stand in, names that anything cites)."""
+    essays, cited = {}, set()
+    for path in PACKAGE.glob("*.py"):
+        text = path.read_text()
+        written = re.findall(r"^\[Note: ([^\]]+)\]$", ast.get_docstring(ast.parse(text)), re.MULTILINE)
+        essays.update(dict.fromkeys(written, path.name))
+        cited.update(re.findall(r"\[Note: ([^\]]+)\]", text))
+    return essays, cited
+
+
+def test_architecture_points_to_every_note_and_to_no_other():
+    essays, _ = notes()
+    text = (DOCS / "architecture.md").read_text()
+    pointers = dict(re.findall(r"\[Note: ([^\]]+)\]`[^`|]*\| `(\w+\.py)`", text))
+    assert pointers == essays
+
+
+def test_every_note_that_code_and_pages_cite_is_written():
+    essays, cited = notes()
+    for page in PAGES:
+        cited.update(re.findall(r"\[Note: ([^\]]+)\]", page.read_text()))
+    assert cited == set(essays)
+
+
+# --- the how-tos
+
+
+def test_every_error_is_explained():
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert set(re.findall(r"^## (\w+Error)$", (DOCS / "howto/errors.md").read_text(), re.MULTILINE)) == classes
+
+
+@pytest.mark.parametrize("name", [name for name in onefold.__all__ if name != "errors"])
+def test_every_public_name_is_shown_in_a_how_to(name):
+    shown = "\n".join(block.text for page in HOWTO for block in blocks(page.read_text()) if block.language == "python")
+    assert re.search(rf"\b(onefold\.{name}|import .*\b{name})\b", shown)
