@@ -6,8 +6,8 @@ Hooks translate what PyTorch reports into calls of the runtime and the reducer; 
 import copy
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -110,14 +110,40 @@ class Gate:
         return grad * self._scale.scale
 
 
+class GradientHooks:
+    """The hooks of one trained parameter. They hold weak references: Python cannot see that a cycle through a tensor's
+    hooks is one, so a model they held would never be freed."""
+
+    __slots__ = ("_index", "_reducer", "_runtime", "_slot", "_slots")
+
+    def __init__(self, runtime: Runtime, reducer: Reducer, index: int, slots: Slots, slot: int) -> None:
+        self._runtime = ref(runtime)
+        self._reducer = ref(reducer)
+        self._slots = ref(slots)
+        self._index = index
+        self._slot = slot
+
+    def before(self, grad: Tensor) -> None:
+        reducer, slots = self._reducer(), self._slots()
+        if reducer is not None and slots is not None:
+            reducer.before(slots, self._slot)
+
+    def after(self, param: Tensor) -> None:
+        runtime, reducer, slots = self._runtime(), self._reducer(), self._slots()
+        if runtime is not None and reducer is not None and slots is not None:
+            runtime.open_backward()
+            reducer.arrive(self._index, slots, self._slot)
+
+
 def install_gradient_hooks(runtime: Runtime, reducer: Reducer) -> None:
     """Let every trained parameter tell the reducer about its gradient."""
     for index, group in reducer.slots.items():
         for slots in group:
             for slot, param in enumerate(slots.flat.params):
                 if param.requires_grad:
-                    param.register_hook(partial(_before, reducer, slots, slot))
-                    param.register_post_accumulate_grad_hook(partial(_after, runtime, reducer, index, slots, slot))
+                    hooks = GradientHooks(runtime, reducer, index, slots, slot)
+                    param.register_hook(hooks.before)
+                    param.register_post_accumulate_grad_hook(hooks.after)
 
 
 def register_state_dict_hooks(
@@ -130,15 +156,6 @@ def register_state_dict_hooks(
     model._register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
     model.register_state_dict_pre_hook(before_save)
-
-
-def _before(reducer: Reducer, slots: Slots, slot: int, grad: Tensor) -> None:
-    reducer.before(slots, slot)
-
-
-def _after(runtime: Runtime, reducer: Reducer, index: int, slots: Slots, slot: int, param: Tensor) -> None:
-    runtime.open_backward()
-    reducer.arrive(index, slots, slot)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

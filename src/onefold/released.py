@@ -9,13 +9,14 @@ autograd's saved tensors are replaced by `SavedView`s (runtime.py), and gradient
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves
 
-from onefold.errors import ReducedGradientError
+from onefold.errors import ReducedGradientError, ReleasedParameterError
 
 _T = Tensor
 _GETTERS = [
@@ -121,7 +122,7 @@ class Owner(Protocol):
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its values rest in shards. See [Note: Released parameters]."""
 
-    _onefold_owner: Owner
+    _onefold_owner: "ref[Owner]"  # weak: the owner holds its parameters
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("parameters become ReleasedParameter by being released; there is nothing to construct")
@@ -134,11 +135,23 @@ class ReleasedParameter(nn.Parameter):
         if func not in METADATA:
             released = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
             if func is _T.__repr__:
-                return f"<released parameter {released[0]._onefold_owner.describe(released[0])}>"
+                return f"<released parameter {owner_of(released[0]).describe(released[0])}>"
             for param in released:
-                param._onefold_owner.touch([param], func)
+                owner_of(param).touch([param], func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def owner_of(param: nn.Parameter) -> Owner:
+    """Who answers for a parameter of a sharded model.
+
+    Raises:
+        ReleasedParameterError: the model is gone.
+    """
+    owner: Owner | None = param.__dict__["_onefold_owner"]()
+    if owner is None:
+        raise ReleasedParameterError("this parameter's model was deleted, and its values with it")
+    return owner
 
 
 class ReducedGradient(Tensor):

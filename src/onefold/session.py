@@ -83,7 +83,7 @@ def session_of(target: "nn.Module | nn.Parameter | Iterable[nn.Parameter]", what
         found = None
         candidates = [target] if isinstance(target, nn.Parameter) else target
     for param in candidates if found is None else ():
-        found = getattr(param, "_onefold_owner", None)
+        found = getattr(param, "_onefold_owner", lambda: None)()
         break
     if not isinstance(found, Session):
         raise (OptimizerError if "optimizer" in what else OnefoldError)(

@@ -13,6 +13,7 @@ needs a collective. The storage behind it may outlive a release as long as someb
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Unit:
         """Tie every parameter to the runtime that answers for it."""
         for flat in self.flats:
             for param in flat.params:
-                param._onefold_owner = owner  # type: ignore[attr-defined]
+                param._onefold_owner = ref(owner)  # type: ignore[attr-defined]
 
     def gather(self) -> None:
         """Start making all parameters whole."""

@@ -100,12 +100,14 @@ class RuleUpdate(_Update):
         self._rule = rule
         self._steps = [0] * len(groups)
         self._state: dict[str, Tensor] = {}
-        for piece in self._pieces:
-            group = groups[piece.slot]
+        for group in groups:  # also of parameters that other ranks hold: every rank keeps the same bytes
             for name in rule.state_names(group) if group is not None else ():
                 if name not in self._state:
                     self._state[name] = self._trained.rest.allocate(self._trained.numel, self._dtype)
-                rule.init_state(name, self._state[name][piece.start : piece.stop], self._group(piece.slot))
+        for piece in self._pieces:
+            part, group = slice(piece.start, piece.stop), groups[piece.slot]
+            for name in rule.state_names(group) if group is not None else ():
+                rule.init_state(name, self._state[name][part], self._group(piece.slot))
 
     @property
     def state_itemsize(self) -> int:
