@@ -11,6 +11,7 @@ more is a view somebody still needs - a recomputed activation checkpoint, a tens
 then, and is tried again later. So no operation ever reads memory that was given back.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -155,8 +156,24 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def free_when_done(tickets: list[tuple[Ticket, object]], limit: int) -> None:
-    """Wait on the oldest of `tickets` until at most `limit` are left; each lets go of what it keeps alive."""
+def wait_for_all(tickets: list[Ticket]) -> None:
+    """Wait on every ticket, oldest first; each lets go of what it keeps alive."""
+    while tickets:
+        tickets.pop(0).wait()
+
+
+def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
+    """Wait on the oldest tickets until at most `limit` are left."""
     while len(tickets) > limit:
-        ticket, _ = tickets.pop(0)
-        ticket.wait()
+        tickets.pop(0).wait()
+
+
+def poll_oldest(tickets: list[Ticket], limit: int, patience_s: float = 1.0) -> None:
+    """Let go of the oldest tickets that are done until at most `limit` are left; give up when one is not done in
+    time. Never makes a stream wait, so what another rank needs from this one is not held up."""
+    deadline = time.monotonic() + patience_s
+    while len(tickets) > limit and tickets[0].is_done is not None:
+        if tickets[0].is_done():
+            tickets.pop(0).wait()
+        elif time.monotonic() > deadline:
+            return

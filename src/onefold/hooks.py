@@ -93,6 +93,7 @@ class Gate:
         if self._scale.scale != 1:
             tensor = tensor.view_as(tensor)
             tensor.register_hook(self._enter_scaled)
+            tensor = tensor.view_as(tensor)  # whose own gradient, if the caller retains it, is not scaled yet
         else:
             tensor.register_hook(self._enter)
         return tensor

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from onefold.buffer import free_when_done
+from onefold.buffer import wait_for_all
 from onefold.errors import OrderMismatchError
 from onefold.meeting import Meeting
 from onefold.released import ReducedGradient, metadata_only
@@ -25,6 +25,7 @@ from onefold.streams import Lanes, Ticket
 from onefold.unit import Flat, Trained, Unit, stand_in
 
 _IN_FLIGHT = 2
+Bound = Callable[[list[Ticket], int], None]
 
 
 class Slots:
@@ -83,12 +84,16 @@ class Reducer:
     """Collects and reduces the gradients of all units.
 
     `meet` is called before the first reduction of a backward pass: ranks must not start it for different reasons.
+    `bound` keeps the number of reductions under way, and so their memory, small.
     """
 
-    def __init__(self, units: Sequence[Unit], meeting: Meeting, lanes: Lanes, meet: Callable[[], object]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], meeting: Meeting, lanes: Lanes, meet: Callable[[], object], bound: Bound
+    ) -> None:
         self._meeting = meeting
         self._lanes = lanes
         self._meet = meet
+        self._bound = bound
         self.slots = {unit.index: [Slots(flat, trained) for flat, trained in unit.trained_flats] for unit in units}
         self.slots = {index: slots for index, slots in self.slots.items() if slots}
         self._order = sorted(self.slots, reverse=True)
@@ -100,10 +105,14 @@ class Reducer:
         self._position = 0
         self._num_reduced = 0
         self._has_arrivals = False
-        self._tickets: list[tuple[Ticket, object]] = []
+        self._tickets: list[Ticket] = []
 
     def begin(self) -> None:
-        """A backward pass starts."""
+        """A backward pass starts; what the last one reduced is there first, since this one may add to it."""
+        self.finish()
+        self._reset()
+
+    def _reset(self) -> None:
         self._expected = {index: sum(slots.expected() for slots in group) for index, group in self.slots.items()}
         self._closed = []
         self._position = 0
@@ -117,7 +126,6 @@ class Reducer:
         if isinstance(param.grad, ReducedGradient):
             param.grad = None
         else:
-            self.finish()
             slots.gradients.clear(slot)
             slots.touched[slot] = False
 
@@ -143,7 +151,7 @@ class Reducer:
                     if slots.arrived:
                         slots.collect()
             self._agree()
-        self.begin()
+        self._reset()
 
     def abort(self) -> None:
         """An exception ended the backward pass; gradients that came stay in `.grad`, as in torch."""
@@ -151,11 +159,11 @@ class Reducer:
         for group in self.slots.values():
             for slots in group:
                 slots.arrived = set()
-        self.begin()
+        self._reset()
 
     def finish(self) -> None:
         """Wait until every reduction that was started is done."""
-        free_when_done(self._tickets, 0)
+        wait_for_all(self._tickets)
 
     def flush(self) -> set[tuple[int, int, int]]:
         """Make every gradient reduced, on every rank; a collective.
@@ -202,8 +210,6 @@ class Reducer:
                 slots.drop()
 
     def _close(self, index: int) -> None:
-        if any(slots.gradients.reduced is not None for slots in self.slots[index]):
-            self.finish()
         for slots in self.slots[index]:
             slots.collect()
         self._closed.append(index)
@@ -219,9 +225,9 @@ class Reducer:
 
     def _reduce(self, index: int) -> None:
         for slots in self.slots[index]:
-            self._tickets.append((slots.gradients.reduce(self._lanes), slots))
+            self._tickets.append(slots.gradients.reduce(self._lanes))
         self._num_reduced += 1
-        free_when_done(self._tickets, _IN_FLIGHT)
+        self._bound(self._tickets, _IN_FLIGHT)
 
     def _agree(self) -> None:
         if self._is_order_agreed or self.accumulating:

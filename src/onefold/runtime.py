@@ -218,9 +218,9 @@ class Runtime:
     def _close_backward(self) -> None:
         self._backward_open = False
         self.release_unpinned()
-        self.reducer.end()
-        self.schedule.end()
+        self.schedule.end()  # first: a rank that is done early must go on serving gathers before it waits for anything
         self.release_unpinned()
+        self.reducer.end()
 
     # --- gathering and releasing -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.access import guard_state_dict
+from onefold.buffer import poll_oldest, wait_for_oldest
 from onefold.build import Builder, kept_params
 from onefold.comm import Comm, connect, default_device, start
 from onefold.discover import UnitChoice, UnitSpec, discover
@@ -86,8 +87,10 @@ def _open_session(
     lanes = lanes_for(device)
     built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
     meeting = Meeting(comm, sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
-    meet = _no_meeting if plan.params.partitioned else partial(meeting.exchange, BACKWARD)
-    reducer = Reducer(built, meeting, lanes, meet)
+    if plan.params.partitioned:
+        reducer = Reducer(built, meeting, lanes, _no_meeting, poll_oldest)
+    else:
+        reducer = Reducer(built, meeting, lanes, partial(meeting.exchange, BACKWARD), wait_for_oldest)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
     return Session(
         plan=plan,

@@ -23,11 +23,15 @@ Finish = Callable[[], None]
 class Ticket:
     """When something is done, and what stays alive until then."""
 
-    __slots__ = ("_finish", "_keep")
+    __slots__ = ("_finish", "_keep", "is_done")
 
-    def __init__(self, finish: Finish | None = None, keep: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, finish: Finish | None = None, keep: Sequence[Any] = (), is_done: Callable[[], bool] | None = None
+    ) -> None:
         self._finish = finish
         self._keep = keep
+        self.is_done = is_done
+        """Tells without waiting whether the work is done; None where that cannot be told."""
 
     def wait(self) -> None:
         """Order the current stream (on CPU: the caller) after the work, then let go of what was kept alive."""
@@ -123,7 +127,7 @@ class StreamLane:
             if finish is not None:
                 finish()
             event = self.stream.record_event()
-        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep)
+        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep, event.query)
 
 
 class StreamLanes:

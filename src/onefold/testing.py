@@ -292,6 +292,7 @@ def _serve(rank: int, tasks: "Connection[Any, Any]", stacks: "Connection[Any, An
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()  # models are cycles, and hold groups with threads of their own
+            gc.freeze()  # what is left are modules; searching them again after each run would cost more than the run
             tasks.send_bytes(_LEAVE)
         else:
             tasks.send_bytes(_attempt(rank, pickle.loads(message)))

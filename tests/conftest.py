@@ -1,0 +1,13 @@
+"""Owns the fixtures that tests share. Invariant: no process outlives the session."""
+
+import pytest
+
+from onefold.testing import RankPool, Workers
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(2).run(fn, *args)` calls `fn(rank, num_ranks, *args)` on 2 real ranks; all tests share the processes."""
+    workers = Workers()
+    yield lambda num_ranks: RankPool(num_ranks, workers=workers)
+    workers.kill()

@@ -1,0 +1,250 @@
+"""Owns the yardstick: plain PyTorch, replicated in one process, gradients averaged over the replicas.
+
+A `Case` is one way to train. `train` runs it sharded, on a rank, and holds gradients, weights and buffers to what the
+plain replica of the same rank has. Invariant: the sharded and the plain run see the same code, data and random numbers;
+only `shard` and the optimizer's constructor differ.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.plan import NAMED_PLANS
+
+Tensors = Mapping[str, torch.Tensor | None]
+
+PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
+every_plan = pytest.mark.parametrize("plan", PLANS)
+one_and_two_ranks = pytest.mark.parametrize("num_ranks", [1, 2])
+
+thinned = pytest.mark.parametrize(
+    ("plan", "num_ranks"),
+    [("zero_0", 2), ("zero_1", 2), ("zero_2", 1), ("zero_2", 2), ("zero_3", 1), ("zero_3", 2)],
+    ids=lambda value: str(value),
+)
+
+OPTIMIZERS = {
+    "sgd": ("SGD", {"lr": 0.1}),
+    "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad": ("Adagrad", {"lr": 0.05, "eps": 1e-3}),
+    # eps so large that a gradient which is zero but for rounding does not move a weight
+    "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
+}
+
+
+class Turn:
+    """One training step of one rank: its data, which do not depend on how the model is held."""
+
+    def __init__(self, rank: int, step: int, *, sharded: bool) -> None:
+        self.rank, self.step, self.sharded = rank, step, sharded
+        self._generator = torch.Generator().manual_seed(1000 * step + rank + 1)
+        torch.manual_seed(1000 * step + rank + 1)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def randint(self, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=self._generator)
+
+    def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """`onefold.accumulate`, which plain PyTorch does not need."""
+        return onefold.accumulate(model) if self.sharded else contextlib.nullcontext()
+
+
+def nothing(*ignored: Any) -> None:
+    """What a case does before a step, unless it says otherwise."""
+
+
+def no_schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    return nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to train.
+
+    `model()` builds it (the seed is set before); `work(model, turn)` does the forwards and backwards of one step;
+    `before(model, step)` may change the model between steps. `optimizer` is a key of `OPTIMIZERS`, or a function of
+    the model and whether it is sharded; `schedule(optimizer)` returns what to call after each step. `options` go to
+    `shard`. When `refusal` is given, Onefold may refuse instead, with an error of its own whose message matches it.
+    """
+
+    model: Callable[[], nn.Module]
+    work: Callable[[nn.Module, Turn], None]
+    before: Callable[[nn.Module, int], None] = nothing
+    optimizer: str | Callable[[nn.Module, bool], torch.optim.Optimizer] = "sgd"
+    schedule: Callable[[torch.optim.Optimizer], Callable[[], None]] = no_schedule
+    steps: int = 2
+    steps_per_zero: int = 1
+    tolerance: float = 1e-5
+    refusal: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """The repeated block of small models; keeps an intermediate, as models that expose attention maps do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.middle = torch.tanh(self.up(self.norm(x)))
+        return x + self.down(self.middle)
+
+
+class Stack(nn.Module):
+    """A small model of repeated blocks, each a unit of its own: [n, 4] to [n, 2]."""
+
+    def __init__(self, depth=3, block=Block):
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def squared(model, turn):
+    model(turn.randn(3, 4)).pow(2).mean().backward()
+
+
+def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what `torch.compile` adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def tensors(model: nn.Module) -> Tensors:
+    """Copies of parameters and buffers by name; the parameters must be whole."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {clean(name): tensor.detach().clone() for name, tensor in named}
+
+
+def weights(model: nn.Module) -> Tensors:
+    """Every parameter, whole, and every buffer of this rank."""
+    with onefold.gathered(model):
+        return tensors(model)
+
+
+def grads(model: nn.Module) -> Tensors:
+    """Every pending averaged gradient, whole."""
+    with onefold.gathered(model):
+        return _grads(model)
+
+
+def _grads(model: nn.Module) -> Tensors:
+    return {clean(n): None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+
+
+def same(got: Tensors, want: Tensors, tolerance: float = 1e-5) -> None:
+    """Raise AssertionError that names every tensor that differs. No gradient and a zero gradient count as equal."""
+    wrong = [f"only {'got' if name in got else 'wanted'}: {name}" for name in sorted(set(got) ^ set(want))]
+    for name in sorted(set(got) & set(want)):
+        a, b = got[name], want[name]
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None else a
+        b = torch.zeros_like(a) if b is None else b
+        if a.shape != b.shape or a.dtype != b.dtype:
+            wrong.append(f"{name}: got {a.dtype}{list(a.shape)}, wanted {b.dtype}{list(b.shape)}")
+        elif not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+            worst = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item()
+            wrong.append(f"{name}: off by up to {worst:.3g}, {a.flatten()[:3].tolist()} for {b.flatten()[:3].tolist()}")
+    if wrong:
+        raise AssertionError("\n  ".join([f"{len(wrong)} of {len(want)} differ:", *wrong[:20]]))
+
+
+def average(replicas: list[nn.Module]) -> None:
+    """Give every replica the mean gradient. A replica without one counts as zero; none anywhere stays none."""
+    for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if found:
+            mean = torch.stack([grad.detach().to_dense().to(torch.float64) for grad in found]).sum(0) / len(replicas)
+            for parameter in parameters:
+                parameter.grad = mean.to(found[0].dtype)
+
+
+def optimizer_for(case: Case, model: nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
+    if callable(case.optimizer):
+        return case.optimizer(model, sharded)
+    name, options = OPTIMIZERS[case.optimizer]
+    if sharded:
+        return getattr(onefold, name)(model, **options)
+    return getattr(torch.optim, name)(model.parameters(), **options)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def plain(case: Case, rank: int, num_ranks: int) -> tuple[list[tuple[Tensors, list[float]]], Tensors]:
+    """Averaged gradients and learning rates of each step, and the weights and buffers `rank` ends with."""
+    replicas = [build(case.model) for _ in range(num_ranks)]
+    optimizers = [optimizer_for(case, replica, sharded=False) for replica in replicas]
+    schedules = [case.schedule(optimizer) for optimizer in optimizers]
+    history = []
+    for step in range(case.steps):
+        for number, replica in enumerate(replicas):
+            case.before(replica, step)
+            case.work(replica, Turn(number, step, sharded=False))
+        average(replicas)
+        history.append((_grads(replicas[rank]), rates(optimizers[rank])))
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule()
+            if (step + 1) % case.steps_per_zero == 0:
+                optimizer.zero_grad()
+    return history, tensors(replicas[rank])
+
+
+def train(rank: int, num_ranks: int, case: Case, plan: str) -> str:
+    """Train the case sharded and compare; returns "same", or the message of an error that the case allows."""
+    history, end = plain(case, rank, num_ranks)
+    try:
+        model = onefold.shard(build(case.model), NAMED_PLANS[plan], **case.options)
+        if not case.options:
+            same(weights(model), tensors(build(case.model)), 0)
+        _steps(rank, case, model, history)
+    except onefold.errors.OnefoldError as error:
+        if case.refusal is None or not re.search(case.refusal, str(error)):
+            raise
+        return str(error)
+    same(weights(model), end, case.tolerance)
+    return "same"
+
+
+def _steps(rank: int, case: Case, model: nn.Module, history: list[tuple[Tensors, list[float]]]) -> None:
+    """The sharded half of `plain`: the same steps, each held to the gradients and learning rates there."""
+    optimizer = optimizer_for(case, model, sharded=True)
+    schedule = case.schedule(optimizer)
+    for step, (wanted_grads, wanted_rates) in enumerate(history):
+        case.before(model, step)
+        case.work(model, Turn(rank, step, sharded=True))
+        same(grads(model), wanted_grads, case.tolerance)
+        if rates(optimizer) != wanted_rates:
+            raise AssertionError(f"step {step}: learning rates {rates(optimizer)}, wanted {wanted_rates}")
+        optimizer.step()
+        schedule()
+        if (step + 1) % case.steps_per_zero == 0:
+            optimizer.zero_grad()
