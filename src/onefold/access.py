@@ -45,6 +45,8 @@ def gathered(target: Target, write: bool = False) -> Iterator[None]:
         target: a sharded model, a module of it, a parameter, or parameters. Units are gathered as a whole.
         write: keep changes: what rank 0 wrote is what every rank's shard and master weights hold afterwards.
     """
+    if not isinstance(target, (nn.Module, nn.Parameter)):
+        target = list(target)
     session = session_of(target, "gathered")
     params = (
         list(target.parameters())
@@ -95,6 +97,7 @@ class _Gathered:
             param = slots.flat.params[slot]
             if param.grad is shown:
                 param.grad = slots.stand_ins[slot]
+            slots.shown.pop(slot, None)
         for unit in self._units:
             if self._write:
                 self._keep(unit)
@@ -114,6 +117,7 @@ class _Gathered:
                     shown = whole[slot].to(param.dtype)
                     param.grad = shown / scale if scale != 1 else shown
                     self._shown.append((slots, slot, param.grad))
+                    slots.shown[slot] = param.grad
 
     def _keep(self, unit: Unit) -> None:
         """Make rank 0's values everyone's; weights that did not change keep their exact master."""

@@ -168,7 +168,7 @@ def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
         tickets.pop(0).wait()
 
 
-def poll_oldest(tickets: list[Ticket], limit: int, patience_s: float = 1.0) -> None:
+def poll_oldest(tickets: list[Ticket], limit: int, patience_s: float = 0.1) -> None:
     """Let go of the oldest tickets that are done until at most `limit` are left; give up when one is not done in
     time. Never makes a stream wait, so what another rank needs from this one is not held up."""
     deadline = time.monotonic() + patience_s

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.errors import OrderMismatchError, ShardError
-from onefold.streams import Finish
+from onefold.streams import Finish, Pending
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -144,7 +144,7 @@ class GlooComm(_GroupComm):
                 total += row
             shard.copy_(total.div_(self.num_ranks))
 
-        return finish
+        return Pending(finish, work.is_completed)
 
 
 class NcclComm(_GroupComm):

@@ -46,9 +46,9 @@ class DynamicLossScale:
     raise_at_minimum: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.initial >= self.minimum > 0 and self.window >= 1 and self.hysteresis >= 1):
+        if not (self.initial > 0 and self.minimum > 0 and self.window >= 1 and self.hysteresis >= 1):
             raise PrecisionError(
-                f"a dynamic loss scale needs initial >= minimum > 0, and window and hysteresis of at least 1: {self}"
+                f"a dynamic loss scale needs positive scales, and window and hysteresis of at least 1: {self}"
             )
 
 

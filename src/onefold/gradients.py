@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onefold.comm import Comm
 from onefold.layout import Layout
-from onefold.streams import Finish, Lanes, Ticket
+from onefold.streams import Finish, Lanes, Pending, Ticket
 
 
 class Keep(Protocol):
@@ -162,7 +162,7 @@ class Gradients:
                     second()
                 self.reduced = self.keep.add(self.reduced, local, own)
 
-            return finish
+            return Pending(finish, first.is_done) if isinstance(first, Pending) else finish
 
         return lanes.reduce.run(launch, after=[lanes.mark()], keep=[local, own])
 

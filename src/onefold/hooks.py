@@ -107,7 +107,7 @@ class Gate:
                 "create_graph=True cannot be combined with a loss scale: second derivatives would carry the scale "
                 'twice. Use Precision(params="bf16"), which needs no loss scale'
             )
-        self._runtime.open_backward()
+        self._runtime.open_backward(at_output=True)
         return grad * self._scale.scale
 
 
@@ -170,22 +170,27 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
-        return [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, change) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
     if isinstance(value, dict):
         return _map_dict(value, change)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        mapped = {name: map_tensors(old, change) for name, old in fields.items()}
+        if all(mapped[name] is old for name, old in fields.items()):
+            return value
         changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name, None)
-            object.__setattr__(changed, field.name, map_tensors(old, change))
+        for name, new in mapped.items():
+            object.__setattr__(changed, name, new)
         return changed
     return value
 
 
 def _map_dict(value: dict[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+    mapped = {key: map_tensors(old, change) for key, old in value.items()}
+    if all(mapped[key] is old for key, old in value.items()):
+        return value
     changed = copy.copy(value)
-    for key, old in value.items():
-        new = map_tensors(old, change)
-        if new is not old:
-            changed[key] = new
+    for key, new in mapped.items():
+        changed[key] = new
     return changed

@@ -36,6 +36,8 @@ class Slots:
         self.gradients = trained.gradients
         self.stand_ins = [stand_in(flat, slot) for slot in range(len(flat.params))]
         self.arrived: set[int] = set()
+        self.shown: dict[int, Tensor] = {}
+        """Whole gradients that a `gathered` context shows in `.grad`: as good as the stand-in."""
         self.touched = [False] * len(flat.params)
         """Slots whose gradient lies in `gradients`."""
 
@@ -55,10 +57,15 @@ class Slots:
             self.touched[slot] = True
         self.arrived = set()
 
+    def holds(self, slot: int) -> bool:
+        """Whether `.grad` still stands for what lies in `gradients`."""
+        grad = self.flat.params[slot].grad
+        return isinstance(grad, ReducedGradient) or (grad is not None and grad is self.shown.get(slot))
+
     def forget_cleared(self) -> None:
         with metadata_only():
-            for slot, param in enumerate(self.flat.params):
-                if self.touched[slot] and slot not in self.arrived and not isinstance(param.grad, ReducedGradient):
+            for slot in range(len(self.flat.params)):
+                if self.touched[slot] and slot not in self.arrived and not self.holds(slot):
                     self.gradients.clear(slot)
                     self.touched[slot] = False
 
@@ -66,9 +73,12 @@ class Slots:
         """Count gradients that the user assigned by hand as arrived; returns which slots have a gradient."""
         with metadata_only():
             grads = [param.grad for param in self.flat.params]
-        self.arrived.update(
-            slot for slot, grad in enumerate(grads) if grad is not None and not isinstance(grad, ReducedGradient)
-        )
+        for slot, grad in enumerate(grads):
+            if grad is None or self.holds(slot):
+                continue
+            if self.touched[slot]:
+                self.gradients.clear(slot)
+            self.arrived.add(slot)
         return [grad is not None for grad in grads]
 
     def drop(self) -> None:
@@ -123,7 +133,7 @@ class Reducer:
         if not slots.touched[slot]:
             return
         param = slots.flat.params[slot]
-        if isinstance(param.grad, ReducedGradient):
+        if slots.holds(slot):
             param.grad = None
         else:
             slots.gradients.clear(slot)
@@ -151,6 +161,7 @@ class Reducer:
                     if slots.arrived:
                         slots.collect()
             self._agree()
+            self.finish()
         self._reset()
 
     def abort(self) -> None:

@@ -12,6 +12,7 @@ In forward when its modules have returned; in backward when nothing that autogra
 whenever another unit is needed; and at the end of every outermost forward and every backward.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm
-from onefold.errors import OnefoldError, ReleasedParameterError, ShardError
+from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError, ShardError
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import metadata_only, name_of
@@ -41,6 +42,9 @@ class SavedView:
         self.use.outstanding -= 1
 
 
+_TRIES, _PAUSE_S = 10, 0.0005
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -50,12 +54,19 @@ class Runtime:
     """Runs one sharded model. `root` is unit 0; `prefetch_bytes` bounds units gathered ahead of their use."""
 
     def __init__(
-        self, units: Sequence[Unit], comm: Comm, meeting: Meeting, reducer: Reducer, prefetch_bytes: int
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        meeting: Meeting,
+        reducer: Reducer,
+        prefetch_bytes: int,
+        is_scaled: Callable[[], bool],
     ) -> None:
         self.units = tuple(units)
         self.comm = comm
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
+        self._is_scaled = is_scaled
         self._flats = {
             flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats
         }
@@ -86,7 +97,8 @@ class Runtime:
         if self.is_outermost and not in_backward():
             self.settle()
             self._check_frozen()
-            self.schedule.begin(f"forward of {name or 'the model'}")
+            if any(unit.pins == 0 for unit in self.units):  # else nothing will be gathered, and ranks need not meet
+                self.schedule.begin(f"forward of {name or 'the model'}")
             for each in self.units:
                 each.use = Use()
             self.push_saving()
@@ -107,6 +119,7 @@ class Runtime:
             self.pop_saving()
             self.release_unpinned()
             self.schedule.end()
+            self.release_unpinned()
 
     def _check_frozen(self) -> None:
         with metadata_only():
@@ -176,7 +189,7 @@ class Runtime:
             return tensor
         found = self._flats.get(tensor.untyped_storage()._cdata)
         if found is None or found[1].buffer.whole.dtype != tensor.dtype:
-            return tensor
+            return tensor.detach()  # a saved output would hold the node that holds it
         return SavedView(*found, tensor)
 
     def _unpack(self, saved: "Tensor | SavedView") -> Tensor:
@@ -191,14 +204,24 @@ class Runtime:
             self.open_backward()
         saved.unit.open_uses.add(saved.use)
         self.need(saved.unit)
-        return saved.flat.buffer.whole.as_strided(saved.shape, saved.strides, saved.offset)
+        return saved.flat.buffer.whole.data.as_strided(saved.shape, saved.strides, saved.offset)
 
     # --- backward --------------------------------------------------------------------------------------------------
 
-    def open_backward(self) -> None:
-        """Called at every event inside a backward pass; the first one arranges for the end."""
+    def open_backward(self, at_output: bool = False) -> None:
+        """Called at every event inside a backward pass; the first one arranges for the end.
+
+        Raises:
+            PrecisionError: gradients are scaled as they enter at the model's outputs, but these entered elsewhere.
+        """
         if self._backward_open:
             return
+        if self._is_scaled() and not at_output:
+            raise PrecisionError(
+                "this backward pass entered the model at a tensor that its forward did not return (an attribute, an "
+                "opaque object), where loss_scale is not applied; return that tensor from forward, in a tuple, list, "
+                'dict or dataclass, or use Precision(params="bf16"), which needs no loss scale'
+            )
         self._backward_open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
         self.schedule.begin(ACCUMULATING if self.reducer.accumulating else BACKWARD)
@@ -255,10 +278,18 @@ class Runtime:
                 unit.depth = 0
                 if unit.is_gathered:
                     self._release(unit)
-        self._free_released()
+        self._free_after_pass()
 
     def _free_released(self) -> None:
         self._unfreed = [unit for unit in self._unfreed if not unit.is_gathered and not unit.try_free()]
+
+    def _free_after_pass(self) -> None:
+        """A communication thread may hold a buffer a moment longer than its collective lasts."""
+        for _ in range(_TRIES):
+            self._free_released()
+            if not self._unfreed:
+                return
+            time.sleep(_PAUSE_S)
 
     def _release(self, unit: Unit) -> None:
         unit.release()

@@ -49,10 +49,13 @@ class Session:
         for unit in self.runtime.units:
             for flat in unit.flats:
                 with metadata_only():
-                    is_bound = flat.params[0].untyped_storage()._cdata == flat.buffer.storage_id
-                if not is_bound:
+                    places = [param.untyped_storage()._cdata for param in flat.params]
+                moved = next(
+                    (p for p, at in zip(flat.params, places, strict=True) if at != flat.buffer.storage_id), None
+                )
+                if moved is not None:
                     raise ShardError(
-                        f"{self.describe(flat.params[0])} was moved or cast after onefold.shard (model.to, .half, "
+                        f"{self.describe(moved)} was moved or cast after onefold.shard (model.to, .half, "
                         ".cuda, or an assignment to .data); do that before sharding, or choose dtypes with precision="
                     )
 

@@ -86,6 +86,7 @@ def _open_session(
 ) -> Session:
     lanes = lanes_for(device)
     built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
+    scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
     if plan.params.partitioned:
         reducer = Reducer(built, meeting, lanes, _no_meeting, poll_oldest)
@@ -97,9 +98,16 @@ def _open_session(
         precision=precision,
         device=device,
         comm=comm,
-        runtime=Runtime(built, comm, meeting, reducer, largest if prefetch_bytes is None else prefetch_bytes),
+        runtime=Runtime(
+            built,
+            comm,
+            meeting,
+            reducer,
+            largest if prefetch_bytes is None else prefetch_bytes,
+            lambda: scaler.scale != 1,
+        ),
         reducer=reducer,
-        scaler=make_scaler(precision.loss_scale),  # type: ignore[arg-type]
+        scaler=scaler,
         fingerprint=_fingerprint(plan, comm, built),
     )
 
@@ -177,7 +185,9 @@ def _build(
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():
-            comm.broadcast(buffer.data)
+            values = buffer.data.contiguous()  # an expanded buffer has fewer places in memory than elements
+            comm.broadcast(values)
+            buffer.data = values
     return units
 
 

@@ -20,6 +20,19 @@ Finish = Callable[[], None]
 """Completes an asynchronous operation; None stands for an operation that is already ordered on its stream."""
 
 
+class Pending:
+    """A `Finish` that can tell whether it would have to wait."""
+
+    __slots__ = ("_finish", "is_done")
+
+    def __init__(self, finish: Finish, is_done: Callable[[], bool]) -> None:
+        self._finish = finish
+        self.is_done = is_done
+
+    def __call__(self) -> None:
+        self._finish()
+
+
 class Ticket:
     """When something is done, and what stays alive until then."""
 
@@ -87,7 +100,8 @@ class HostLane:
     ) -> Ticket:
         for ticket in after:
             ticket.wait()
-        return Ticket(launch(), keep)
+        finish = launch()
+        return Ticket(finish, keep, finish.is_done if isinstance(finish, Pending) else None)
 
 
 class HostLanes:

@@ -152,14 +152,14 @@ class PartUnit(Unit):
         self._classes = [type(param) for flat in self.flats for param in flat.params]
 
     def gather(self) -> None:
-        self.is_gathered = True
-        self.is_used = False
         for flat in self.flats:
             flat.buffer.grow()
 
             shard, fetched = flat.rest.fetch(flat.weight)
             launch = partial(self._comm.all_gather, flat.buffer.whole, shard)
             self._tickets.append(self._lanes.gather.run(launch, after=[fetched], keep=[shard]))
+        self.is_gathered = True
+        self.is_used = False
 
     def wait(self) -> None:
         if self.is_used:

@@ -1,0 +1,179 @@
+"""Promise: ranks may do different work; where their collectives could then not be matched, every rank gets an error.
+
+A hang is a failure: each run has a time limit, and the error names what to do.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.errors import OnefoldError, OrderMismatchError
+from onefold.plan import NAMED_PLANS
+from ranks import PLANS, WIDTH, Block, Case, Stack, Turn, build, every_plan, plain, same, squared, train, weights
+
+TIMEOUT_S = 30.0
+
+# --- parameters that only some ranks use
+
+
+class Branched(nn.Module):
+    """A block with a branch for a second modality."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = Block()
+        self.image = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, image=False):
+        return self.text(x) + self.image(x) if image else self.text(x)
+
+
+class Modal(Stack):
+    """Uses its branches on the ranks that have an image."""
+
+    def __init__(self):
+        super().__init__(block=Branched)
+        self.extra = nn.Linear(4, WIDTH)
+        self.table = nn.Embedding(5, WIDTH)
+
+    def forward(self, x, image=False, token=False):
+        start = self.embed(x)
+        if image:
+            start = start + self.extra(x)
+        if token:
+            start = start + self.table(torch.tensor([1, 1, 3]))
+        for block in self.blocks:
+            start = block(start, image)
+        return self.head(start)
+
+
+class Short(Stack):
+    def forward(self, x, depth):
+        x = self.embed(x)
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return self.head(x)
+
+
+def image_on_first_rank(model, turn):
+    model(turn.randn(3, 4), image=turn.rank == 0).pow(2).mean().backward()
+
+
+def image_on_last_step(model, turn):
+    model(turn.randn(3, 4), image=turn.rank == 1 and turn.step == 1).pow(2).mean().backward()
+
+
+def token_on_second_rank(model, turn):
+    model(turn.randn(3, 4), image=turn.rank == 0, token=turn.rank == 1).pow(2).mean().backward()
+
+
+BRANCHES = {
+    "image on the first rank": Case(model=Modal, work=image_on_first_rank, optimizer="adamw", steps=3),
+    "image on the second rank, later": Case(model=Modal, work=image_on_last_step, optimizer="adamw", steps=3),
+    "each rank its own": Case(model=Modal, work=token_on_second_rank, optimizer="adamw", steps=3),
+}
+
+
+@every_plan
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_parameter_used_on_some_ranks_gets_the_mean(ranks, name, plan, num_ranks):
+    """The sum over its users, divided by the number of ranks and not of users."""
+    ranks(num_ranks).run(train, BRANCHES[name], plan, timeout_s=TIMEOUT_S)
+
+
+# --- work that differs by whole blocks or whole passes
+
+
+def fewer_blocks(model, turn):
+    model(turn.randn(3, 4), depth=3 if turn.rank == 0 else 1).pow(2).mean().backward()
+
+
+def more_micro_batches(model, turn):
+    for _ in range(2 if turn.rank == 0 else 0):
+        with turn.accumulate(model):
+            squared(model, turn)
+    squared(model, turn)
+
+
+def no_backward_on_last_rank(model, turn):
+    loss = model(turn.randn(3, 4)).pow(2).mean()
+    if turn.rank == 0 or turn.step == 0:
+        loss.backward()
+
+
+# What must work: no plan but ZERO_3 needs a collective in forward, and none at all needs one while it accumulates.
+UNEVEN = {
+    "fewer blocks": (Case(model=partial(Short, depth=3), work=fewer_blocks), ("zero_0", "zero_1", "zero_2")),
+    "more micro-batches": (Case(model=Stack, work=more_micro_batches), ("zero_0", "zero_1")),
+    "no backward": (Case(model=Stack, work=no_backward_on_last_rank), ()),
+}
+
+
+def train_or_refuse(rank, num_ranks, case, plan):
+    """What `train` returns, or the name of the error that Onefold raised, wherever in the step it did."""
+    try:
+        return train(rank, num_ranks, case, plan)
+    except OnefoldError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@every_plan
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_work_is_exact_or_refused_on_every_rank(ranks, name, plan):
+    case, exact = UNEVEN[name]
+    outcomes = ranks(2).run(train_or_refuse, case, plan, timeout_s=TIMEOUT_S)
+    if plan in exact:
+        assert outcomes == ["same", "same"]
+    else:
+        same_everywhere = all(outcome == "same" for outcome in outcomes)
+        assert same_everywhere or all("rank" in outcome and outcome != "same" for outcome in outcomes), outcomes
+
+
+# --- forwards without gradients, as in evaluation and generation
+
+
+def uneven_forwards(rank, num_ranks, plan, mode, whole):
+    """Rank r does r + 1 forwards without gradients, then all train one step as ever."""
+    case = Case(model=Stack, work=squared, steps=1)
+    _, end = plain(case, rank, num_ranks)
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.1)
+    with onefold.gathered(model) if whole else torch.enable_grad(), mode():
+        outputs = [model(torch.ones(1, 4)) for _ in range(rank + 1)]
+    squared(model, Turn(rank, 0, sharded=True))
+    optimizer.step()
+    same(weights(model), end)
+    return [output.tolist() for output in outputs]
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_whole_parameters_forward_without_the_others(ranks, num_ranks, mode, plan):
+    outputs = ranks(num_ranks).run(uneven_forwards, plan, mode, False, timeout_s=TIMEOUT_S)
+    assert all(output == outputs[0][0] for rank in outputs for output in rank)
+
+
+@every_plan
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gathered_parameters_forward_without_the_others(ranks, mode, plan):
+    outputs = ranks(2).run(uneven_forwards, plan, mode, True, timeout_s=TIMEOUT_S)
+    assert all(output == outputs[0][0] for rank in outputs for output in rank)
+
+
+def refused_forwards(rank, num_ranks, mode):
+    try:
+        uneven_forwards(rank, num_ranks, "zero_3", mode, False)
+    except OrderMismatchError as error:
+        return str(error)
+    return "passed"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_partitioned_parameters_name_the_rank_that_goes_its_own_way(ranks, mode):
+    outcomes = ranks(2).run(refused_forwards, mode, timeout_s=TIMEOUT_S)
+    assert all(outcome == "passed" or "rank" in outcome for outcome in outcomes), outcomes

@@ -1,0 +1,152 @@
+"""Promise: any `nn.Module` trains sharded as it does in plain PyTorch. Here: Hugging Face models, unchanged, and PEFT.
+
+Built from tiny configurations; nothing is downloaded. Dropout stays on, since sharding draws no random numbers.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ranks import Case, train
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+VOCABULARY = 40
+
+places = pytest.mark.parametrize(
+    ("plan", "num_ranks"), [("zero_0", 2), ("zero_1", 2), ("zero_2", 2), ("zero_3", 1), ("zero_3", 2)]
+)
+
+
+def gpt2(**more):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=3, n_head=2, **more))
+
+
+def llama(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **more))
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **sizes))
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=3, **sizes))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, output_router_logits=True, **sizes, **heads))
+
+
+def checkpointed(make, reentrant):
+    model = make()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    return model
+
+
+def lora(saved=None, checkpoint=False):
+    from peft import LoraConfig, get_peft_model
+
+    model = gpt2()
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    config = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=saved, fan_in_fan_out=True)
+    return get_peft_model(model, config).train()
+
+
+def frozen_trunk():
+    model = llama()
+    model.model.requires_grad_(False)
+    model.model.layers[2].requires_grad_(True)
+    return model
+
+
+def text(model, turn):
+    tokens = turn.randint(VOCABULARY, 2, 6)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def padded_text(model, turn):
+    tokens = turn.randint(VOCABULARY, 2, 6)
+    mask = torch.ones_like(tokens)
+    mask[0, 4:] = 0
+    model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+
+
+def pictures(model, turn):
+    model(pixel_values=turn.randn(2, 1, 8, 8), labels=turn.randint(3, 2)).loss.backward()
+
+
+def accumulated_text(model, turn):
+    for _ in range(2):
+        with turn.accumulate(model):
+            text(model, turn)
+    text(model, turn)
+
+
+def generate_then_train(model, turn):
+    """Sampling between steps, as in learning from rewards; what was sampled becomes the next batch."""
+    model.eval()
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([[1, 2]]) + turn.step, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.train()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def hidden_states(model, turn):
+    """A loss on the hidden states that the output holds, and none on the logits."""
+    out = model(input_ids=turn.randint(VOCABULARY, 2, 6), output_hidden_states=True)
+    out.hidden_states[1].pow(2).mean().backward()
+
+
+CASES = {
+    "gpt2": Case(model=gpt2, work=text, optimizer="adamw"),
+    "gpt2, generating between steps": Case(model=gpt2, work=generate_then_train),
+    "gpt2, loss on hidden states": Case(model=gpt2, work=hidden_states),
+    "gpt2, recomputed": Case(model=partial(checkpointed, gpt2, False), work=text),
+    "gpt2, recomputed reentrantly": Case(model=partial(checkpointed, gpt2, True), work=text),
+    "llama": Case(model=llama, work=padded_text, optimizer="adamw"),
+    "llama, tied": Case(model=partial(llama, tie_word_embeddings=True), work=accumulated_text),
+    "llama, recomputed": Case(model=partial(checkpointed, llama, False), work=text),
+    "llama, frozen trunk": Case(model=frozen_trunk, work=text, optimizer="adamw"),
+    "bert": Case(model=bert, work=padded_text, optimizer="adamw"),
+    "t5": Case(model=t5, work=text, optimizer="adamw"),
+    "vit": Case(model=vit, work=pictures, optimizer="adamw"),
+    "mixtral": Case(model=mixtral, work=text),
+    "lora": Case(model=lora, work=text, optimizer="adamw", steps=3),
+    "lora, head saved too": Case(model=partial(lora, saved=["lm_head"]), work=text, optimizer="adamw", steps=3),
+    "lora, recomputed": Case(model=partial(lora, checkpoint=True), work=text, steps=3),
+}
+
+
+@places
+@pytest.mark.parametrize("name", CASES)
+def test_hugging_face_models(ranks, name, plan, num_ranks):
+    ranks(num_ranks).run(train, CASES[name], plan, timeout_s=120)
