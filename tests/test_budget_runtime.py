@@ -1,7 +1,7 @@
 """Promise: what a rank really holds and sends is what the budget says, to the byte and to the element.
 
-Bytes for every plan, number of ranks, precision and kind of model; the wire, counted in its seam, for models whose every
-unit needs its weights in backward.
+Bytes for every plan, number of ranks, precision and kind of model; the wire, counted in its seam, for models whose
+every unit needs its weights in backward.
 """
 
 import sys

@@ -18,7 +18,21 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "budget")),
     ("bytes", ("native", "streams", "buffer", "comm", "tier", "disk")),
-    ("state", ("meeting", "released", "gradients", "schedule", "unit", "reducer", "runtime", "autograd", "hooks", "activations")),
+    (
+        "state",
+        (
+            "meeting",
+            "released",
+            "gradients",
+            "schedule",
+            "unit",
+            "reducer",
+            "runtime",
+            "autograd",
+            "hooks",
+            "activations",
+        ),
+    ),
     ("update", ("kernels", "rules", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
     ("face", ("tensor", "discover", "meta", "build", "access", "shard", "checkpoint")),
     ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),

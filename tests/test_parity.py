@@ -1,7 +1,7 @@
 """Promise: a plan decides where bytes rest, never what they are.
 
-In fp32 every plan, on any number of ranks, ends with the very bits of plain replicated PyTorch; in 16 bits all plans end
-with the same bits. So does every choice of units.
+In fp32 every plan, on any number of ranks, ends with the very bits of plain replicated PyTorch; in 16 bits all plans
+end with the same bits. So does every choice of units.
 """
 
 import fnmatch

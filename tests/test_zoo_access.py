@@ -385,5 +385,8 @@ OWN = {
 
 @thinned
 @pytest.mark.parametrize("name", OWN)
-def test_models_with_code_of_their_own(ranks, name, plan, num_ranks):
+def test_models_with_code_of_their_own(request, ranks, name, plan, num_ranks):
+    if (name, plan) == ("weights renormalized in forward", "zero_3"):
+        reason = "known: what a forward writes into a gathered parameter is lost when it is released"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     ranks(num_ranks).run(train, OWN[name], plan)

@@ -175,7 +175,7 @@ def predicted(model: nn.Module, optimizer: Optimizer) -> Budget:
 def measured(model: nn.Module, optimizer: Optimizer) -> Budget:
     """What this rank really holds now: bytes of parameters, gradients and optimizer state, summed over its tensors.
 
-    Gradients count from backward until `zero_grad`.
+    Gradients count from backward until `zero_grad`. Every rank must call it: it waits for reductions under way.
     """
     session = session_of(model, "measured")
     session.reducer.finish()

@@ -161,7 +161,6 @@ class Reducer:
                     if slots.arrived:
                         slots.collect()
             self._agree()
-            self.finish()
         self._reset()
 
     def abort(self) -> None:

@@ -42,7 +42,7 @@ class SavedView:
         self.use.outstanding -= 1
 
 
-_TRIES, _PAUSE_S = 10, 0.0005
+_TRIES, _PAUSE_S = 100, 0.0005
 
 
 def in_backward() -> bool:

@@ -88,10 +88,10 @@ def _open_session(
     built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
-    if plan.params.partitioned:
-        reducer = Reducer(built, meeting, lanes, _no_meeting, poll_oldest)
-    else:
-        reducer = Reducer(built, meeting, lanes, partial(meeting.exchange, BACKWARD), wait_for_oldest)
+    meet = _no_meeting if plan.params.partitioned else partial(meeting.exchange, BACKWARD)
+    # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
+    can_wait = device.type == "cuda" and not plan.params.partitioned
+    reducer = Reducer(built, meeting, lanes, meet, wait_for_oldest if can_wait else poll_oldest)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
     return Session(
         plan=plan,
