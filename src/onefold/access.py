@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from onefold.budget import Budget, FlatSpec
@@ -45,16 +44,11 @@ def gathered(target: Target, write: bool = False) -> Iterator[None]:
         target: a sharded model, a module of it, a parameter, or parameters. Units are gathered as a whole.
         write: keep changes: what rank 0 wrote is what every rank's shard and master weights hold afterwards.
     """
-    if not isinstance(target, (nn.Module, nn.Parameter)):
-        target = list(target)
-    session = session_of(target, "gathered")
-    params = (
-        list(target.parameters())
-        if isinstance(target, nn.Module)
-        else [target]
-        if isinstance(target, nn.Parameter)
-        else list(target)
-    )
+    if isinstance(target, nn.Module):
+        session, params = session_of(target, "gathered"), list(target.parameters())
+    else:
+        params = [target] if isinstance(target, nn.Parameter) else list(target)
+        session = session_of(params, "gathered")
     view = _Gathered(session, params, write)
     view.enter()
     try:
@@ -195,6 +189,6 @@ def _spec(session: Session, unit: Unit, flat: Flat, optimizer: Optimizer) -> Fla
     return FlatSpec(
         layout=flat.layout,
         param_itemsize=flat.weight.element_size(),
-        grad_itemsize=0 if trained is None else torch.empty(0, dtype=trained.gradients.dtype).element_size(),
+        grad_itemsize=0 if trained is None else trained.gradients.dtype.itemsize,
         optim_itemsize=0 if trained is None else trained.master.itemsize + optimizer.state_itemsize(flat),
     )

@@ -11,7 +11,6 @@ more is a view somebody still needs - a recomputed activation checkpoint, a tens
 then, and is tried again later. So no operation ever reads memory that was given back.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from onefold.dtypes import join, split
 from onefold.layout import Layout
-from onefold.streams import Lanes, Ticket
+from onefold.streams import Lanes
 
 
 class Buffer:
@@ -36,13 +35,9 @@ class Buffer:
         self.storage_id: int = self._storage._cdata
         self._holders = 0
 
-    def views(self) -> list[Tensor]:
-        """One view per slot, in the parameter's shape."""
-        return [self.whole[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
-
     def bind(self, params: Sequence[nn.Parameter]) -> None:
         """Make `params` (one per slot) views of this buffer. See [Note: Version counters]."""
-        for param, view in zip(params, self.views(), strict=True):
+        for param, view in zip(params, views(self.whole, self.layout), strict=True):
             param.data = view
 
     def settle(self) -> None:
@@ -69,6 +64,11 @@ class Buffer:
 
     def _count_holders(self) -> int:
         return int(torch._C._storage_Use_Count(self.storage_id))
+
+
+def views(whole: Tensor, layout: Layout) -> list[Tensor]:
+    """One view of `whole` [numel] per slot of `layout`, in the parameter's shape."""
+    return [whole[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
 
 
 class Master(Protocol):
@@ -154,26 +154,3 @@ class CopyMaster:
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which weights of `dtype` are updated: fp32, or their own where that is wider or not floating."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def wait_for_all(tickets: list[Ticket]) -> None:
-    """Wait on every ticket, oldest first; each lets go of what it keeps alive."""
-    while tickets:
-        tickets.pop(0).wait()
-
-
-def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
-    """Wait on the oldest tickets until at most `limit` are left."""
-    while len(tickets) > limit:
-        tickets.pop(0).wait()
-
-
-def poll_oldest(tickets: list[Ticket], limit: int, patience_s: float = 0.1) -> None:
-    """Let go of the oldest tickets that are done until at most `limit` are left; give up when one is not done in
-    time. Never makes a stream wait, so what another rank needs from this one is not held up."""
-    deadline = time.monotonic() + patience_s
-    while len(tickets) > limit and tickets[0].is_done is not None:
-        if tickets[0].is_done():
-            tickets.pop(0).wait()
-        elif time.monotonic() > deadline:
-            return

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onefold.buffer import views
 from onefold.comm import Comm
 from onefold.layout import Layout
 from onefold.streams import Finish, Lanes, Pending, Ticket
@@ -134,15 +135,15 @@ class Gradients:
         dense = [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
         if self.local is None:
             self.local = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
-            views = self._views(self.local)
-            rest = [view for view, grad in zip(views, dense, strict=True) if grad is None]
+            places = views(self.local, self.layout)
+            rest = [view for view, grad in zip(places, dense, strict=True) if grad is None]
             rest += [self.local[start:stop] for start, stop in self._gaps]
-            if len(rest) < len(views) + len(self._gaps):
-                torch._foreach_copy_(*_pairs(views, dense))
+            if len(rest) < len(places) + len(self._gaps):
+                torch._foreach_copy_(*_pairs(places, dense))
             if rest:
                 torch._foreach_zero_(rest)
         elif any(grad is not None for grad in dense):
-            torch._foreach_add_(*_pairs(self._views(self.local), dense))
+            torch._foreach_add_(*_pairs(views(self.local, self.layout), dense))
 
     def reduce(self, lanes: Lanes) -> Ticket:
         """Start turning `local` (zeros where there is none) into the mean over ranks, added to `reduced`."""
@@ -157,9 +158,7 @@ class Gradients:
             def finish() -> None:
                 if first is not None:
                     first()
-                second = self.keep.finish(local, own)
-                if second is not None:
-                    second()
+                Ticket(self.keep.finish(local, own)).wait()
                 self.reduced = self.keep.add(self.reduced, local, own)
 
             return Pending(finish, first.is_done) if isinstance(first, Pending) else finish
@@ -184,13 +183,8 @@ class Gradients:
         if self.reduced is None:
             raise RuntimeError("no reduced gradient")
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
-        finish = self._comm.all_gather(whole, self.keep.own(self.reduced).contiguous())
-        if finish is not None:
-            finish()
-        return self._views(whole)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
+        Ticket(self._comm.all_gather(whole, self.keep.own(self.reduced).contiguous())).wait()
+        return views(whole, self.layout)
 
 
 def _pairs(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

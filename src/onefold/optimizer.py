@@ -16,6 +16,7 @@ from onefold.errors import OptimizerError
 from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.session import Session, session_of
+from onefold.streams import Ticket
 from onefold.unit import Flat
 from onefold.update import FlatUpdate, Key, RuleUpdate, SliceUpdate
 
@@ -167,16 +168,13 @@ class Optimizer(torch.optim.Optimizer):
         """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""
         session = self._session
         squares = torch.zeros((), dtype=torch.float64, device=session.device)
-        for group in session.reducer.slots.values():
-            for slots in group:
-                kept = slots.gradients.reduced
-                if kept is not None:
-                    own = slots.gradients.keep.own(kept)
-                    squares += torch.linalg.vector_norm(own, dtype=torch.float64).square()
+        for slots in session.reducer.all_slots():
+            kept = slots.gradients.reduced
+            if kept is not None:
+                own = slots.gradients.keep.own(kept)
+                squares += torch.linalg.vector_norm(own, dtype=torch.float64).square()
         every = torch.zeros(session.comm.num_ranks, dtype=torch.float64, device=session.device)
-        finish = session.comm.all_gather(every, squares.reshape(1))
-        if finish is not None:
-            finish()
+        Ticket(session.comm.all_gather(every, squares.reshape(1))).wait()
         return float(every.sum().sqrt()) / self.loss_scale
 
     def _factors(self, norm: float) -> tuple[float, ...]:

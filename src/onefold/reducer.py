@@ -13,15 +13,15 @@ After a reduction `.grad` of a parameter is a stand-in (released.py). It is the 
 parameter's gradient is forgotten before anything is added, and a step leaves the parameter alone, as torch does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from torch import Tensor
 
-from onefold.buffer import wait_for_all
 from onefold.errors import OrderMismatchError
 from onefold.meeting import Meeting
 from onefold.released import ReducedGradient, metadata_only
-from onefold.streams import Lanes, Ticket
+from onefold.streams import Lanes, Ticket, wait_for_oldest
 from onefold.unit import Flat, Trained, Unit, stand_in
 
 _IN_FLIGHT = 2
@@ -117,13 +117,17 @@ class Reducer:
         self._has_arrivals = False
         self._tickets: list[Ticket] = []
 
+    def all_slots(self) -> Iterator[Slots]:
+        """The slots of every trained flat buffer."""
+        return chain.from_iterable(self.slots.values())
+
     def begin(self) -> None:
         """A backward pass starts; what the last one reduced is there first, since this one may add to it."""
         self.finish()
+        self._expected = {index: sum(slots.expected() for slots in group) for index, group in self.slots.items()}
         self._reset()
 
     def _reset(self) -> None:
-        self._expected = {index: sum(slots.expected() for slots in group) for index, group in self.slots.items()}
         self._closed = []
         self._position = 0
         self._has_arrivals = False
@@ -156,24 +160,22 @@ class Reducer:
             for index in rest:
                 self._close(index)
             self._advance()
-            for group in self.slots.values():
-                for slots in group:
-                    if slots.arrived:
-                        slots.collect()
+            for slots in self.all_slots():
+                if slots.arrived:
+                    slots.collect()
             self._agree()
         self._reset()
 
     def abort(self) -> None:
         """An exception ended the backward pass; gradients that came stay in `.grad`, as in torch."""
         self.finish()
-        for group in self.slots.values():
-            for slots in group:
-                slots.arrived = set()
+        for slots in self.all_slots():
+            slots.arrived = set()
         self._reset()
 
     def finish(self) -> None:
         """Wait until every reduction that was started is done."""
-        wait_for_all(self._tickets)
+        wait_for_oldest(self._tickets, 0)
 
     def flush(self) -> set[tuple[int, int, int]]:
         """Make every gradient reduced, on every rank; a collective.
@@ -207,17 +209,15 @@ class Reducer:
             if is_pending:
                 self._reduce(index)
         self.finish()
-        for group in self.slots.values():
-            for slots in group:
-                slots.forget_cleared()
+        for slots in self.all_slots():
+            slots.forget_cleared()
         return {key for key, is_active in zip(keys, merged, strict=False) if is_active}
 
     def drop(self) -> None:
         """Forget every gradient."""
         self.finish()
-        for group in self.slots.values():
-            for slots in group:
-                slots.drop()
+        for slots in self.all_slots():
+            slots.drop()
 
     def _close(self, index: int) -> None:
         for slots in self.slots[index]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm
 from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError, ShardError
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
@@ -56,14 +55,13 @@ class Runtime:
     def __init__(
         self,
         units: Sequence[Unit],
-        comm: Comm,
         meeting: Meeting,
         reducer: Reducer,
         prefetch_bytes: int,
         is_scaled: Callable[[], bool],
     ) -> None:
         self.units = tuple(units)
-        self.comm = comm
+        self._rank = meeting.rank
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
         self._is_scaled = is_scaled
@@ -165,7 +163,7 @@ class Runtime:
 
     def describe(self, param: nn.Parameter) -> str:
         unit, flat, slot = self.locate(param)
-        return f"{flat.names[slot]!r} {flat.layout.slots[slot].shape} (unit {unit.name!r}, rank {self.comm.rank})"
+        return f"{flat.names[slot]!r} {flat.layout.slots[slot].shape} (unit {unit.name!r}, rank {self._rank})"
 
     # --- saved tensors ---------------------------------------------------------------------------------------------
 

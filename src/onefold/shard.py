@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from onefold.access import guard_state_dict
-from onefold.buffer import poll_oldest, wait_for_oldest
 from onefold.build import Builder, kept_params
 from onefold.comm import Comm, connect, default_device, start
 from onefold.discover import UnitChoice, UnitSpec, discover
@@ -24,7 +23,7 @@ from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
 from onefold.schedule import BACKWARD
 from onefold.session import Session, is_sharded
-from onefold.streams import lanes_for
+from onefold.streams import lanes_for, poll_oldest, wait_for_oldest
 from onefold.unit import Unit
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -100,7 +99,6 @@ def _open_session(
         comm=comm,
         runtime=Runtime(
             built,
-            comm,
             meeting,
             reducer,
             largest if prefetch_bytes is None else prefetch_bytes,

@@ -10,6 +10,7 @@ is done and holds a reference to every tensor that must stay alive until then. T
 On CPU a lane runs its work at once; what is asynchronous there is the collective itself, finished by `wait`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -52,6 +53,23 @@ class Ticket:
         if finish is not None:
             finish()
         self._keep = ()
+
+
+def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
+    """Wait on the oldest tickets until at most `limit` are left."""
+    while len(tickets) > limit:
+        tickets.pop(0).wait()
+
+
+def poll_oldest(tickets: list[Ticket], limit: int, patience_s: float = 0.1) -> None:
+    """Let go of the oldest tickets that are done until at most `limit` are left; give up when one is not done in
+    time. Never makes a stream wait, so what another rank needs from this one is not held up."""
+    deadline = time.monotonic() + patience_s
+    while len(tickets) > limit and tickets[0].is_done is not None:
+        if tickets[0].is_done():
+            tickets.pop(0).wait()
+        elif time.monotonic() > deadline:
+            return
 
 
 class Lane(Protocol):

@@ -61,7 +61,6 @@ class _Update:
             raise ValueError(f"{slots.flat.names} are frozen")
         self.flat = slots.flat
         self._trained: Trained = trained
-        self._slots = slots
         self._key = key
         self._groups = groups
         self._dtype = exact_dtype(slots.flat.weight.dtype)
@@ -90,6 +89,10 @@ class _Update:
 
     def _held_master(self) -> list[Tensor]:
         return list(self._trained.master.held())
+
+    def _load_master(self, saved: Sequence[Tensor]) -> None:
+        for mine, theirs in zip(self._held_master(), saved, strict=True):
+            mine.copy_(theirs)
 
 
 class RuleUpdate(_Update):
@@ -123,8 +126,7 @@ class RuleUpdate(_Update):
         self._steps = list(state["steps"])
         for name, tensor in self._state.items():
             tensor.copy_(state["state"][name])
-        for mine, saved in zip(self._held_master(), state["master"], strict=True):
-            mine.copy_(saved)
+        self._load_master(state["master"])
 
     def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
         for slot in slots:
@@ -183,8 +185,7 @@ class SliceUpdate(_Update):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._states = [dict(saved) for saved in state["states"]]
-        for mine, saved in zip(self._held_master(), state["master"], strict=True):
-            mine.copy_(saved)
+        self._load_master(state["master"])
 
     def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
         for piece, state in zip(self._pieces, self._states, strict=True):
