@@ -1,7 +1,6 @@
 """Owns `shard`: the one place where a plan becomes structure."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -21,7 +20,6 @@ from onefold.plan import NAMED_PLANS, Plan
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
-from onefold.schedule import BACKWARD
 from onefold.session import Session, is_sharded
 from onefold.streams import lanes_for, poll_oldest, wait_for_oldest
 from onefold.unit import Unit
@@ -86,11 +84,11 @@ def _open_session(
     lanes = lanes_for(device)
     built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
-    meeting = Meeting(comm, sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
-    meet = _no_meeting if plan.params.partitioned else partial(meeting.exchange, BACKWARD)
+    meeting = Meeting(comm, 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
     # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
     can_wait = device.type == "cuda" and not plan.params.partitioned
-    reducer = Reducer(built, meeting, lanes, meet, wait_for_oldest if can_wait else poll_oldest)
+    bound = wait_for_oldest if can_wait else poll_oldest
+    reducer = Reducer(built, meeting, lanes, bound, lambda: scaler.scale)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
     return Session(
         plan=plan,
@@ -98,6 +96,7 @@ def _open_session(
         device=device,
         comm=comm,
         runtime=Runtime(
+            model,
             built,
             meeting,
             reducer,
@@ -108,10 +107,6 @@ def _open_session(
         scaler=scaler,
         fingerprint=_fingerprint(plan, comm, built),
     )
-
-
-def _no_meeting() -> None:
-    """Ranks that gather parameters have met at the start of the pass."""
 
 
 def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
@@ -178,7 +173,7 @@ def _build(
     units = []
     for index, spec in enumerate(specs):
         if is_meta:
-            materialize(model, spec, device, seed)
+            materialize(model, spec, specs, device, seed)
         units.append(builder.build(spec, index, kept))
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)

@@ -1,0 +1,120 @@
+"""Promise: a model built on the meta device is born unit by unit, never whole, and what cannot be born is named."""
+
+import gc
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.buffer import Buffer
+from onefold.errors import ShardError
+from onefold.plan import NAMED_PLANS
+
+
+def on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+# --- never whole
+
+
+WIDTH, DEPTH = 64, 16
+
+
+def wide():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def live_bytes():
+    """Bytes of all memory that tensors hold."""
+    gc.collect()
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not each.is_meta]
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in found}
+    return sum(storages.values())
+
+
+def bytes_on_the_way(rank, num_ranks, plan):
+    """The most bytes held at any unit's birth, after it and in the middle of its move into flat buffers."""
+    module, seen = sys.modules["onefold.shard"], []
+    materialize, settle, before = module.materialize, Buffer.settle, live_bytes()
+
+    def materialize_and_look(*arguments):
+        materialize(*arguments)
+        seen.append(live_bytes() - before)
+
+    def settle_and_look(self):
+        settle(self)
+        seen.append(live_bytes() - before)
+
+    module.materialize, Buffer.settle = materialize_and_look, settle_and_look
+    try:
+        model = onefold.shard(on_meta(wide), NAMED_PLANS[plan])
+    finally:
+        module.materialize, Buffer.settle = materialize, settle
+    return max(seen), len(seen), sum(param.numel() * 4 for param in model.parameters())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_model_is_never_whole(ranks, num_ranks):
+    """Each unit adds its shards (weights only: the optimizer comes later) and, while it is born, a few times itself."""
+    for peak, num_looks, whole in ranks(num_ranks).run(bytes_on_the_way, "zero_3"):
+        unit = whole / DEPTH
+        assert num_looks >= 2 * DEPTH
+        assert peak <= whole / num_ranks + 4 * unit < whole
+
+
+# --- what cannot be born
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.first)
+
+
+class Silent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.empty(3))
+
+    def reset_parameters(self):
+        pass
+
+
+UNBORN = {
+    "no initializer": (Bare, ["'inner.1'", "Bare", "reset_parameters", "real device"]),
+    "a parameter unset": (Half, ["inner.1.second", "Half", "unset", "real device"]),
+    "a buffer unset": (Silent, ["inner.1.table", "Silent", "unset", "real device"]),
+}
+
+
+def unborn(rank, num_ranks, plan, name):
+    with torch.device("meta"):
+        model = nn.Sequential()
+        model.add_module("inner", nn.Sequential(nn.Linear(3, 3), UNBORN[name][0]()))
+    try:
+        onefold.shard(model, NAMED_PLANS[plan])
+    except ShardError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", list(UNBORN))
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3"])
+def test_a_module_that_cannot_fill_its_tensors_is_named(ranks, plan, name):
+    for message in ranks(2).run(unborn, plan, name):
+        assert message is not None
+        assert all(word in message for word in UNBORN[name][1]), message
