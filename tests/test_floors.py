@@ -26,6 +26,7 @@ FLOORS = (
             "gradients",
             "schedule",
             "unit",
+            "bound",
             "reducer",
             "runtime",
             "autograd",

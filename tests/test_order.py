@@ -326,8 +326,5 @@ UNEVEN = [backwards_more, backwards_less, accumulates_more, forgets_to_leave]
 @pytest.mark.parametrize("work", UNEVEN, ids=lambda work: work.__name__)
 @every_plan
 def test_different_numbers_of_reductions_are_an_error(ranks, plan, work, since):
-    if plan == "zero_0" and work is not forgets_to_leave:
-        reason = "known: ZERO_0's second collective starts only when its first is waited for, while others meet"
-        pytest.xfail(reason)
     messages = ranks(2).run(uneven, plan, work, since, timeout_s=PATIENCE_S)
     assert all(message is not None and "very rank must run" in message for message in messages), messages

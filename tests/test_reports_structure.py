@@ -146,14 +146,8 @@ def test_backward_may_enter_anywhere(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, ENTRIES[name], plan)
 
 
-MIXED = pytest.mark.xfail(strict=True, reason="known: gradient that enters beside the outputs is not scaled, nor seen")
-
-
 @pytest.mark.parametrize("plan", ["zero_0", "zero_3"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=MIXED) if name in ("attribute and output", "side list") else name for name in ENTRIES],
-)
+@pytest.mark.parametrize("name", ENTRIES)
 def test_a_loss_scale_is_undone_wherever_backward_entered(ranks, name, plan):
     """Scaling at the model's outputs alone would divide these gradients by a factor they never had."""
     options = {"precision": onefold.Precision(loss_scale=1024.0)}

@@ -38,7 +38,7 @@ def gathered(target: Target, write: bool = False) -> Iterator[None]:
     """Inside, parameters are whole and readable on every rank, and so are their gradients.
 
     `.grad` is the whole gradient, averaged and unscaled, where one is pending between backward and `zero_grad`; else
-    None. Every rank must enter and leave.
+    None. Changed in place, the same on every rank, it is what the next step uses. Every rank must enter and leave.
 
     Args:
         target: a sharded model, a module of it, a parameter, or parameters. Units are gathered as a whole.
@@ -68,7 +68,8 @@ class _Gathered:
             if any(id(param) in wanted for flat in unit.flats for param in flat.params)
         ]
         self._before: dict[int, Tensor] = {}
-        self._shown: list[tuple[Slots, int, Tensor]] = []
+        self._shown: list[tuple[Slots, int, Tensor, int]] = []
+        """Slots, slot, the gradient shown, and its version then."""
 
     def enter(self) -> None:
         runtime = self._session.runtime
@@ -87,16 +88,20 @@ class _Gathered:
     def leave(self) -> None:
         runtime = self._session.runtime
         runtime.pop_saving()
-        for slots, slot, shown in self._shown:
+        for slots, slot, shown, version in self._shown:
             param = slots.flat.params[slot]
             if param.grad is shown:
+                if shown._version != version:  # changed in place, to be stepped with
+                    slots.gradients.assign(slot, slots.scaled(shown))
                 param.grad = slots.stand_ins[slot]
             slots.shown.pop(slot, None)
         for unit in self._units:
             if self._write:
                 self._keep(unit)
+                unit.keep_written()
             unit.pins -= 1
         runtime.release_unpinned()
+        runtime.check_written()
 
     def _show_gradients(self, active: set[tuple[int, int, int]]) -> None:
         scale = self._session.scaler.scale
@@ -110,7 +115,7 @@ class _Gathered:
                     param = slots.flat.params[slot]
                     shown = whole[slot].to(param.dtype)
                     param.grad = shown / scale if scale != 1 else shown
-                    self._shown.append((slots, slot, param.grad))
+                    self._shown.append((slots, slot, param.grad, param.grad._version))
                     slots.shown[slot] = param.grad
 
     def _keep(self, unit: Unit) -> None:

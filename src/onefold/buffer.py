@@ -140,7 +140,9 @@ class CopyMaster:
         self._copy = copy
 
     def load(self) -> Tensor:
-        return self._copy
+        # A weight that is not its copy's rounding was written by the user since (param.data.clamp_(), say).
+        written = self._weight != self._copy.to(self._weight.dtype)
+        return torch.where(written, self._weight.to(self._copy.dtype), self._copy)
 
     def store(self, values: Tensor) -> None:
         if values.data_ptr() != self._copy.data_ptr():
@@ -153,4 +155,6 @@ class CopyMaster:
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which weights of `dtype` are updated: fp32, or their own where that is wider or not floating."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    if not dtype.is_floating_point:
+        return dtype
+    return torch.float32 if dtype.itemsize < 4 else dtype

@@ -12,7 +12,6 @@ from onefold.buffer import Buffer, CopyMaster, Master, OwnMaster, SplitMaster, e
 from onefold.comm import Comm
 from onefold.discover import UnitSpec
 from onefold.dtypes import Precision, split
-from onefold.errors import ShardError
 from onefold.gradients import Gradients, Keep, PartKeep, ReplicatedKeep, WholeKeep
 from onefold.layout import Layout
 from onefold.plan import Plan
@@ -55,7 +54,6 @@ class Builder:
         """
         kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(spec.params, key=lambda item: item[1].dim() > 1):
-            check_param(name, param)
             dtype = param.dtype if id(param) in kept else self._precision.param_dtype(param.dtype)
             kinds.setdefault(_Kind(dtype, param.requires_grad), []).append((name, param))
         flats = [self._build_flat(kind, members) for kind, members in kinds.items()]
@@ -115,29 +113,6 @@ class Builder:
     def _gradients(self, layout: Layout, kind: _Kind) -> Gradients:
         keep: Keep = self._keep_type(layout, self._comm)
         return Gradients(layout, self._precision.grad_dtype(kind.dtype), self._device, keep, self._comm)
-
-
-def check_param(name: str, param: nn.Parameter) -> None:
-    """Refuse parameters that cannot lie in a flat buffer.
-
-    Raises:
-        ShardError: naming the parameter and the way out.
-    """
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ShardError(f"{name!r} has no shape yet (a lazy module): run one forward before onefold.shard")
-    if param.layout != torch.strided or param.is_quantized:
-        raise ShardError(
-            f"{name!r} is not a plain dense tensor ({param.layout}, {param.dtype}); convert it before onefold.shard"
-        )
-    if param.is_complex() and param.requires_grad:
-        raise ShardError(
-            f"{name!r} is complex; hold its real and imaginary parts as real parameters (torch.view_as_real)"
-        )
-    if hasattr(param, "placements"):
-        raise ShardError(
-            f"{name!r} is a DTensor: this version shards plain tensors only; call onefold.shard before it is "
-            "distributed"
-        )
 
 
 def kept_params(model: nn.Module) -> set[int]:

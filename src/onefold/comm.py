@@ -103,11 +103,11 @@ class _GroupComm:
         self.num_ranks = len(ranks)
 
     def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self._root, group=self._data)
+        dist.broadcast(_as_bytes(tensor), self._root, group=self._data)
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        sent = torch.tensor(list(message), dtype=torch.int64)
-        received = torch.empty(self.num_ranks * len(message), dtype=torch.int64)
+        sent = torch.tensor(list(message), dtype=torch.int64, device="cpu")
+        received = torch.empty(self.num_ranks * len(message), dtype=torch.int64, device="cpu")
         try:
             _all_gather(received, sent, group=self._control)
         except RuntimeError as error:
@@ -129,7 +129,7 @@ class GlooComm(_GroupComm):
     backend = "gloo"
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        work = _all_gather(whole, shard, group=self._data, async_op=True)
+        work = _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data, async_op=True)
         return _finish(work)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
@@ -153,7 +153,7 @@ class NcclComm(_GroupComm):
     backend = "nccl"
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        _all_gather(whole, shard, group=self._data)
+        _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data)
         return None
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
@@ -188,6 +188,11 @@ class CountingComm:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return self.inner.exchange_objects(value)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, 1-D: what is only moved may have any dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _finish(work: Any) -> Finish:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from onefold.errors import ShardError
@@ -38,8 +39,11 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     """The units of `model`, root first, then in the order the model registers them.
 
     Raises:
-        ShardError: `units` names nothing in the model.
+        ShardError: `units` names nothing in the model, or a parameter cannot lie in a flat buffer.
     """
+    for name, param in model.named_parameters():
+        _check_param(name, param)
+    _check_apart(model)
     if units is None:
         blocks = list(_blocks("", model))
         chosen = blocks + list(_large(model, blocks))
@@ -134,3 +138,49 @@ def _subtrees(name: str, module: nn.Module, most: int) -> Iterable[tuple[str, nn
             yield child_name, child
         elif numel > most:
             yield from _subtrees(child_name, child, most)
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    """Refuse parameters that cannot lie in a flat buffer.
+
+    Raises:
+        ShardError: naming the parameter and the way out.
+    """
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ShardError(f"{name!r} has no shape yet (a lazy module): run one forward before onefold.shard")
+    if param.layout != torch.strided or param.is_quantized:
+        raise ShardError(
+            f"{name!r} is not a plain dense tensor ({param.layout}, {param.dtype}); convert it before onefold.shard"
+        )
+    if param.is_complex() and param.requires_grad:
+        raise ShardError(
+            f"{name!r} is complex; hold its real and imaginary parts as real parameters (torch.view_as_real)"
+        )
+    if param.is_floating_point() and param.dtype.itemsize < 2 and param.requires_grad:
+        raise ShardError(
+            f"{name!r} is {param.dtype}, which is too coarse to be trained; freeze it (requires_grad_(False)), or hold "
+            "it in bf16 or wider and let its module quantize it"
+        )
+    if hasattr(param, "placements"):
+        raise ShardError(
+            f"{name!r} is a DTensor: this version shards plain tensors only; call onefold.shard before it is "
+            "distributed"
+        )
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Refuse different parameters at one place in memory: each would get a place of its own, and they would part.
+
+    Raises:
+        ShardError: naming both.
+    """
+    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    for name, param in model.named_parameters():
+        if param.is_meta or not param.numel():
+            continue
+        other = seen.setdefault((param.data_ptr(), tuple(param.shape), param.stride()), name)
+        if other != name:
+            raise ShardError(
+                f"{other!r} and {name!r} are different parameters that share memory; to tie them, let both modules "
+                "hold the same Parameter object (module.weight = other.weight)"
+            )

@@ -98,8 +98,8 @@ class Precision:
             raise PrecisionError(f"Precision(loss_scale={scale!r}): a fixed loss scale is a positive finite number")
 
     def param_dtype(self, own: torch.dtype) -> torch.dtype:
-        """The dtype a parameter of dtype `own` computes in."""
-        if isinstance(self.params, torch.dtype) and own.is_floating_point:
+        """The dtype a parameter of dtype `own` computes in. 8-bit floats are some module's packed form and stay."""
+        if isinstance(self.params, torch.dtype) and own.is_floating_point and own.itemsize > 1:
             return self.params
         return own
 

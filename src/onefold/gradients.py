@@ -170,9 +170,37 @@ class Gradients:
         place = self.layout.slots[slot]
         if self.local is not None:
             self.local[place.start : place.stop].zero_()
-        if self.reduced is not None:
-            start, stop = place.start - self.keep.start, place.stop - self.keep.start
-            self.reduced[max(start, 0) : max(stop, 0)].zero_()
+        for part, _ in self._kept_of(slot):
+            part.zero_()
+
+    def assign(self, slot: int, values: Tensor) -> None:
+        """Replace the averaged gradient of one parameter; `values` has its shape and is the same on every rank."""
+        for part, first in self._kept_of(slot):
+            part.copy_(values.reshape(-1)[first : first + len(part)])
+
+    def multiply(self, factor: float) -> None:
+        """Multiply whatever is held."""
+        for held in (self.local, self.reduced):
+            if held is not None:
+                held.mul_(factor)
+
+    def own_of(self, slots: set[int]) -> list[Tensor]:
+        """The parts of this rank's averaged range that belong to some parameters."""
+        if self.reduced is None:
+            return []
+        own = self.keep.own(self.reduced)
+        if len(slots) == len(self.layout.slots):
+            return [own]
+        pieces = self.layout.pieces(self._comm.rank)
+        return [own[piece.start : piece.stop] for piece in pieces if piece.slot in slots]
+
+    def _kept_of(self, slot: int) -> list[tuple[Tensor, int]]:
+        """The part of one parameter's averaged gradient that is kept here, and the index of its first element."""
+        if self.reduced is None:
+            return []
+        start = self.keep.start
+        pieces = self.layout.pieces_between(start, start + len(self.reduced))
+        return [(self.reduced[piece.start : piece.stop], piece.slot_start) for piece in pieces if piece.slot == slot]
 
     def drop(self) -> None:
         """Forget all gradients and free their memory."""

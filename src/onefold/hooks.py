@@ -17,6 +17,9 @@ from onefold.reducer import Reducer, Slots
 from onefold.runtime import Runtime, in_backward
 from onefold.unit import Unit
 
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
 
 class Scale(Protocol):
     """Where the current loss scale is read."""
@@ -41,11 +44,15 @@ class ModuleHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_outermost = self._runtime.is_outermost and not in_backward()
         self._runtime.enter(module, self._unit, self._name)
-        return self._gate.inward(args, kwargs) if is_outermost else None
+        if not is_outermost:
+            return None
+        self._gate.take_back()
+        return self._gate.inward(args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._runtime.leave(module)
         if self._runtime.is_outermost and not in_backward() and torch.is_grad_enabled():
+            self._gate.let_out_attributes(module)
             return self._gate.outward(output)
         return None
 
@@ -66,12 +73,40 @@ class Gate:
 
     Outputs tell the runtime that a backward pass begins. With a loss scale, gradients are multiplied by it as they
     enter at the outputs and divided by it as they leave at the inputs, so the caller's loop never sees scaled numbers.
+    Tensors that a forward leaves in attributes of its modules (auxiliary losses) are outputs too, until the next
+    forward, which finds them as they were.
     """
 
     def __init__(self, runtime: Runtime, scale: Scale, dtype: torch.dtype | None) -> None:
         self._runtime = runtime
         self._scale = scale
         self._dtype = dtype
+        self._left: list[tuple[Any, Any, Tensor, Tensor]] = []
+        """Container, key, and the tensor there inside and outside of forwards."""
+
+    def let_out_attributes(self, model: nn.Module) -> None:
+        if self._scale.scale == 1:
+            return
+        for module in model.modules():
+            for name in vars(module).keys() - _TORCHS_OWN:
+                self._let_out_of(vars(module), name)
+
+    def _let_out_of(self, container: Any, key: Any) -> None:
+        value = container[key]
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                container[key] = self._let_out(value)
+                self._left.append((container, key, value, container[key]))
+        elif isinstance(value, (list, dict)):
+            for inner in list(value) if isinstance(value, dict) else range(len(value)):
+                self._let_out_of(value, inner)
+
+    def take_back(self) -> None:
+        left, self._left = self._left, []
+        for container, key, inside, outside in left:
+            is_there = key in container if isinstance(container, dict) else key < len(container)
+            if is_there and container[key] is outside:
+                container[key] = inside
 
     def inward(self, args: Any, kwargs: Any) -> Any:
         return map_tensors(args, self._take_in), map_tensors(kwargs, self._take_in)
@@ -90,6 +125,8 @@ class Gate:
     def _let_out(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return tensor
+        if tensor.is_leaf:  # the caller's own tensor, passed through: it gets no hook
+            tensor = tensor.view_as(tensor)
         if self._scale.scale != 1:
             tensor = tensor.view_as(tensor)
             tensor.register_hook(self._enter_scaled)
@@ -124,10 +161,9 @@ class GradientHooks:
         self._index = index
         self._slot = slot
 
-    def before(self, grad: Tensor) -> None:
+    def before(self, grad: Tensor) -> Tensor | None:
         reducer, slots = self._reducer(), self._slots()
-        if reducer is not None and slots is not None:
-            reducer.before(slots, self._slot)
+        return None if reducer is None or slots is None else reducer.before(slots, self._slot, grad)
 
     def after(self, param: Tensor) -> None:
         runtime, reducer, slots = self._runtime(), self._reducer(), self._slots()

@@ -25,6 +25,8 @@ class Meeting:
 
     def __init__(self, comm: Comm, num_flags: int) -> None:
         self.rank = comm.rank
+        self.is_apart = False
+        """Whether ranks came to the latest meeting for different things."""
         self._comm = comm
         self._num_words = -(-num_flags // _WORD)
 
@@ -40,9 +42,11 @@ class Meeting:
         for place, flag in enumerate(flags):
             words[place // _WORD] |= flag << place % _WORD
         padded = [*numbers, *[0] * (_SHORT - len(numbers))]
+        self.is_apart = True
         messages = self._comm.exchange([crc32(kind.encode()), *padded, *words])
         if any(message[0] != messages[0][0] for message in messages):
             self._fail_apart(kind)
+        self.is_apart = False
         merged = [0] * self._num_words
         for message in messages:
             merged = [have | new for have, new in zip(merged, message[1 + _SHORT :], strict=True)]
@@ -54,7 +58,8 @@ class Meeting:
         return [str(told) for told in self._comm.exchange_objects(story)]
 
     def exchange_order(self, order: Sequence[int]) -> list[int]:
-        """Rank 0's `order` (same length everywhere)."""
+        """Rank 0's `order` (same length everywhere, no longer than the most flags)."""
+        self.exchange("end of the first backward pass")
         return self._comm.exchange(order)[0]
 
     def _fail_apart(self, kind: str) -> NoReturn:

@@ -65,6 +65,8 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups(model, session, no_decay, param_groups)
         super().__init__(groups, dict(rule.defaults()))
         self._updates = self._build_updates()
+        updated = {id(update.flat) for update in self._updates}
+        self._units = [unit for unit in session.runtime.units if any(id(flat) in updated for flat in unit.flats)]
 
     @property
     def loss_scale(self) -> float:
@@ -84,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         session = self._session
         session.runtime.settle()
-        session.check_bound()
+        session.runtime.check_bound()
         active = session.reducer.flush()
         norm = self._global_norm()
         self.skipped = not norm < float("inf")
@@ -93,17 +95,22 @@ class Optimizer(torch.optim.Optimizer):
             factors = self._factors(norm)
             for update in self._updates:
                 update.apply(active, factors)
-            for unit in session.runtime.units:
+            for unit in self._units:
                 unit.refresh()
-            for unit in session.runtime.units:
+            for unit in self._units:
                 unit.wait_tickets()
+        scale = self.loss_scale
         session.scaler.update(self.skipped)
+        if self.loss_scale != scale:
+            session.reducer.rescale(self.loss_scale / scale)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients and free their memory (`set_to_none` is always meant)."""
+        """Forget the gradients of this optimizer's parameters and free their memory (`set_to_none` is always meant)."""
         self._session.runtime.settle()
-        self._session.reducer.drop()
+        self._session.reducer.finish()
+        for update in self._updates:
+            update.drop_gradients()
 
     def state_itemsize(self, flat: Flat) -> int:
         """Bytes of optimizer state an element of one flat buffer, master weights not counted."""
@@ -168,10 +175,8 @@ class Optimizer(torch.optim.Optimizer):
         """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""
         session = self._session
         squares = torch.zeros((), dtype=torch.float64, device=session.device)
-        for slots in session.reducer.all_slots():
-            kept = slots.gradients.reduced
-            if kept is not None:
-                own = slots.gradients.keep.own(kept)
+        for update in self._updates:
+            for own in update.own_gradients():
                 squares += torch.linalg.vector_norm(own, dtype=torch.float64).square()
         every = torch.zeros(session.comm.num_ranks, dtype=torch.float64, device=session.device)
         Ticket(session.comm.all_gather(every, squares.reshape(1))).wait()
@@ -193,6 +198,12 @@ def _groups(
     trained = {
         id(param): param for group in session.reducer.slots.values() for slots in group for param in slots.flat.params
     }
+    for name, param in model.named_parameters():
+        if param.requires_grad and not session.runtime.manages(param):
+            raise OptimizerError(
+                f"{name!r} is not among the parameters that onefold.shard took: it was added to the model, or "
+                "replaced, afterwards. First change the model (adapters, new heads, assign=True), then shard it"
+            )
     if param_groups is None:
         param_groups = [{"params": [param for _, param in model.named_parameters() if id(param) in trained]}]
     patterns: list[str] = [] if callable(no_decay) else [no_decay] if isinstance(no_decay, str) else list(no_decay)

@@ -15,12 +15,15 @@ parameter's gradient is forgotten before anything is added, and a step leaves th
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from onefold.errors import OrderMismatchError
 from onefold.meeting import Meeting
 from onefold.released import ReducedGradient, metadata_only
+from onefold.schedule import BACKWARD
 from onefold.streams import Lanes, Ticket, wait_for_oldest
 from onefold.unit import Flat, Trained, Unit, stand_in
 
@@ -31,8 +34,9 @@ Bound = Callable[[list[Ticket], int], None]
 class Slots:
     """The state of the gradients of one trained flat buffer between and during backward passes."""
 
-    def __init__(self, flat: Flat, trained: Trained) -> None:
+    def __init__(self, flat: Flat, trained: Trained, scale: Callable[[], float]) -> None:
         self.flat = flat
+        self._scale = scale
         self.gradients = trained.gradients
         self.stand_ins = [stand_in(flat, slot) for slot in range(len(flat.params))]
         self.arrived: set[int] = set()
@@ -78,33 +82,53 @@ class Slots:
                 continue
             if self.touched[slot]:
                 self.gradients.clear(slot)
+            self.flat.params[slot].grad = self.scaled(grad)
             self.arrived.add(slot)
         return [grad is not None for grad in grads]
 
-    def drop(self) -> None:
-        self.gradients.drop()
-        self.arrived = set()
-        self.touched = [False] * len(self.flat.params)
+    def scaled(self, grad: Tensor) -> Tensor:
+        """A gradient that did not come out of a backward pass, as one that did: times the loss scale."""
+        return grad if self._scale() == 1 else grad * self._scale()
+
+    def abandon(self) -> None:
+        """Leave gradients of a backward pass that failed in `.grad`, as torch does, without the loss scale."""
         with metadata_only():
-            for param in self.flat.params:
-                param.grad = None
+            for slot in self.arrived:
+                grad = self.flat.params[slot].grad
+                if grad is not None and self._scale() != 1:
+                    self.flat.params[slot].grad = grad / self._scale()
+        self.arrived = set()
+
+    def drop(self, slots: set[int]) -> None:
+        """Forget the gradients of some parameters; memory is freed when they are all."""
+        if len(slots) == len(self.flat.params):
+            self.gradients.drop()
+        with metadata_only():
+            for slot in slots:
+                if self.touched[slot]:
+                    self.gradients.clear(slot)
+                self.touched[slot] = False
+                self.flat.params[slot].grad = None
+        self.arrived -= slots
 
 
 class Reducer:
     """Collects and reduces the gradients of all units.
 
-    `meet` is called before the first reduction of a backward pass: ranks must not start it for different reasons.
-    `bound` keeps the number of reductions under way, and so their memory, small.
+    `bound` keeps the number of reductions under way, and so their memory, small. `scale` is the loss scale that
+    gradients carry.
     """
 
     def __init__(
-        self, units: Sequence[Unit], meeting: Meeting, lanes: Lanes, meet: Callable[[], object], bound: Bound
+        self, units: Sequence[Unit], meeting: Meeting, lanes: Lanes, bound: Bound, scale: Callable[[], float]
     ) -> None:
         self._meeting = meeting
         self._lanes = lanes
-        self._meet = meet
         self._bound = bound
-        self.slots = {unit.index: [Slots(flat, trained) for flat, trained in unit.trained_flats] for unit in units}
+        self._scale = scale
+        self.slots = {
+            unit.index: [Slots(flat, trained, scale) for flat, trained in unit.trained_flats] for unit in units
+        }
         self.slots = {index: slots for index, slots in self.slots.items() if slots}
         self._order = sorted(self.slots, reverse=True)
         self._is_order_agreed = False
@@ -114,6 +138,8 @@ class Reducer:
         self._closed: list[int] = []
         self._position = 0
         self._num_reduced = 0
+        self._num_failed = 0
+        self._has_met = False
         self._has_arrivals = False
         self._tickets: list[Ticket] = []
 
@@ -121,27 +147,38 @@ class Reducer:
         """The slots of every trained flat buffer."""
         return chain.from_iterable(self.slots.values())
 
-    def begin(self) -> None:
-        """A backward pass starts; what the last one reduced is there first, since this one may add to it."""
+    def begin(self, has_met: bool) -> None:
+        """A backward pass starts; what the last one reduced is there first, since this one may add to it.
+
+        Args:
+            has_met: all ranks are known to start it (else they meet before the first reduction: they must not make
+                it for different reasons).
+        """
         self.finish()
         self._expected = {index: sum(slots.expected() for slots in group) for index, group in self.slots.items()}
         self._reset()
+        self._has_met = has_met
 
     def _reset(self) -> None:
         self._closed = []
         self._position = 0
-        self._has_arrivals = False
+        self._has_met = self._has_arrivals = False
 
-    def before(self, slots: Slots, slot: int) -> None:
-        """Autograd is about to accumulate into one parameter's `.grad`. See [Note: What .grad tells]."""
-        if not slots.touched[slot]:
-            return
-        param = slots.flat.params[slot]
-        if slots.holds(slot):
-            param.grad = None
-        else:
+    def before(self, slots: Slots, slot: int, grad: Tensor) -> Tensor | None:
+        """Autograd has the gradient of one parameter, and is about to accumulate it into `.grad` (see [Note: What .grad
+        tells]) or to return it from `torch.autograd.grad`: then without the loss scale, as this method returns it."""
+        param, is_scaled = slots.flat.params[slot], self._scale() != 1
+        if (is_scaled or slots.touched[slot]) and is_captured(param):
+            return grad / self._scale() if is_scaled else None
+        if slots.touched[slot]:
+            if slots.holds(slot):
+                param.grad = None
+                return None
             slots.gradients.clear(slot)
             slots.touched[slot] = False
+        if param.grad is not None and slot not in slots.arrived:
+            param.grad = slots.scaled(param.grad)
+        return None
 
     def arrive(self, index: int, slots: Slots, slot: int) -> None:
         """Autograd accumulated into one parameter's `.grad`."""
@@ -167,10 +204,15 @@ class Reducer:
         self._reset()
 
     def abort(self) -> None:
-        """An exception ended the backward pass; gradients that came stay in `.grad`, as in torch."""
+        """An exception ended the backward pass; gradients that came stay in `.grad`, as in torch. Other ranks may have
+        gone on: they get the reductions they wait for, and the next meeting tells them."""
+        if self._has_met and not self.accumulating and not self._meeting.is_apart:
+            for index in self._order[self._position :]:
+                self._reduce(index)
+            self._num_failed += 1
         self.finish()
         for slots in self.all_slots():
-            slots.arrived = set()
+            slots.abandon()
         self._reset()
 
     def finish(self) -> None:
@@ -185,27 +227,31 @@ class Reducer:
         Raises:
             OrderMismatchError: ranks made different numbers of reductions since the last flush.
         """
+        self.finish()  # first: what is under way may need the other ranks, and they come to the meeting
         keys: list[tuple[int, int, int]] = []
         active: list[bool] = []
+        kept: list[bool] = []
+        cleared: list[bool] = []
         for index in sorted(self.slots):
             for position, slots in enumerate(self.slots[index]):
-                has_gradient = slots.take_assigned()
-                keys += [(index, position, slot) for slot in range(len(has_gradient))]
-                active += has_gradient
+                keys += [(index, position, slot) for slot in range(len(slots.touched))]
+                holds = [touched and slots.holds(slot) for slot, touched in enumerate(slots.touched)]
+                kept += holds
+                cleared += [touched and not held for touched, held in zip(slots.touched, holds, strict=True)]
+                active += slots.take_assigned()
                 if slots.arrived:
-                    self.finish()
                     slots.collect()
         pending = [any(slots.gradients.local is not None for slots in self.slots[index]) for index in self._order]
         counts, merged = self._meeting.exchange(
-            "optimizer step (or gathered)", [self._num_reduced], [*active, *pending]
+            "optimizer step (or gathered)",
+            [self._num_reduced, self._num_failed],
+            [*active, *kept, *cleared, *pending],
         )
-        if any(count != counts[0] for count in counts):
-            raise OrderMismatchError(
-                f"ranks reduced gradients different numbers of times before this step (by rank: {counts}); every rank "
-                "must run as many backwards, inside and outside of accumulate(model), as the others"
-            )
+        self._check_counts(counts)
+        num = len(keys)
+        self._check_cleared(keys, merged[num : 2 * num], merged[2 * num : 3 * num])
         self._num_reduced = 0
-        for index, is_pending in zip(self._order, merged[len(active) :], strict=True):
+        for index, is_pending in zip(self._order, merged[3 * num :], strict=True):
             if is_pending:
                 self._reduce(index)
         self.finish()
@@ -213,11 +259,37 @@ class Reducer:
             slots.forget_cleared()
         return {key for key, is_active in zip(keys, merged, strict=False) if is_active}
 
-    def drop(self) -> None:
-        """Forget every gradient."""
-        self.finish()
+    def _check_counts(self, counts: Sequence[Sequence[int]]) -> None:
+        self._num_reduced = self._num_failed = 0
+        if any(count[1] != counts[0][1] for count in counts):
+            failed = ", ".join(str(rank) for rank, count in enumerate(counts) if count[1])
+            raise OrderMismatchError(
+                f"the backward pass failed on rank {failed} alone before this step, and the exception was caught "
+                f"there (this is rank {self._meeting.rank}): its gradients are missing in the mean. Let the exception "
+                "end the run, or skip the step on every rank (optimizer.zero_grad() instead of step())"
+            )
+        if any(count != counts[0] for count in counts):
+            numbers = ", ".join(f"rank {rank}: {count[0]}" for rank, count in enumerate(counts))
+            raise OrderMismatchError(
+                f"ranks reduced gradients different numbers of times before this step ({numbers}); every rank "
+                "must run as many backwards, inside and outside of accumulate(model), as the others"
+            )
+
+    def _check_cleared(
+        self, keys: Sequence[tuple[int, int, int]], kept: Sequence[bool], cleared: Sequence[bool]
+    ) -> None:
+        for (index, position, slot), is_kept, is_cleared in zip(keys, kept, cleared, strict=True):
+            if is_kept and is_cleared:
+                raise OrderMismatchError(
+                    f"the gradient of {self.slots[index][position].flat.names[slot]!r} was cleared or replaced on some "
+                    f"ranks only (this is rank {self._meeting.rank}), but it is the mean over all; assign "
+                    "to .grad on every rank or on none"
+                )
+
+    def rescale(self, factor: float) -> None:
+        """The loss scale changed by `factor`: so do gradients that are kept for another step."""
         for slots in self.all_slots():
-            slots.drop()
+            slots.gradients.multiply(factor)
 
     def _close(self, index: int) -> None:
         for slots in self.slots[index]:
@@ -228,8 +300,9 @@ class Reducer:
         while (
             not self.accumulating and self._position < len(self._order) and self._order[self._position] in self._closed
         ):
-            if self._position == 0:
-                self._meet()
+            if not self._has_met:
+                self._meeting.exchange(BACKWARD)
+                self._has_met = True
             self._reduce(self._order[self._position])
             self._position += 1
 
@@ -244,3 +317,17 @@ class Reducer:
             return
         self._order = self._meeting.exchange_order(self._closed)
         self._is_order_agreed = True
+
+
+def is_captured(param: nn.Parameter) -> bool:
+    """Whether the running backward pass returns the gradient of `param` (torch.autograd.grad) instead of accumulating
+    it into `.grad`."""
+    will_execute: Callable[[object], bool] = torch._C._will_engine_execute_node  # type: ignore[assignment]
+    with torch.enable_grad(), metadata_only():
+        view: Any = param.view_as(param).grad_fn
+    if will_execute(view):
+        return False  # a pass over everything says so even of what is not part of it
+    try:
+        return not will_execute(view.next_functions[0][0])
+    except RuntimeError:  # torch's answer for a leaf whose gradient is returned
+        return True

@@ -78,6 +78,7 @@ _METHODS = [
     "is_shared",
     "__dir__",
 ]
+_TEXT = (_T.__repr__, _T.__format__)
 _FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed)
 
 
@@ -134,7 +135,7 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in METADATA:
             released = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
-            if func is _T.__repr__:
+            if func in _TEXT:
                 return f"<released parameter {owner_of(released[0]).describe(released[0])}>"
             for param in released:
                 owner_of(param).touch([param], func)
@@ -178,7 +179,7 @@ class ReducedGradient(Tensor):
                 return func(*args, **(kwargs or {}))
         reduced = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedGradient))
         name = getattr(reduced, "_onefold_name", "a parameter")
-        if func is _T.__repr__:
+        if func in _TEXT:
             return f"<gradient of {name}, reduced into shards>"
         raise ReducedGradientError(
             f"the gradient of {name} is already reduced into shards, so {name_of(func)} cannot read "

@@ -12,17 +12,21 @@ In forward when its modules have returned; in backward when nothing that autogra
 whenever another unit is needed; and at the end of every outermost forward and every backward.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError, ShardError
+from onefold.bound import Bound
+from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
-from onefold.released import metadata_only, name_of
+from onefold.released import name_of
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.unit import Flat, PartUnit, Unit, Use
 
@@ -54,6 +58,7 @@ class Runtime:
 
     def __init__(
         self,
+        model: nn.Module,
         units: Sequence[Unit],
         meeting: Meeting,
         reducer: Reducer,
@@ -77,11 +82,14 @@ class Runtime:
             for flat in unit.flats
             for slot, param in enumerate(flat.params)
         }
-        self._frozen = [param for unit in units for flat in unit.flats if flat.trained is None for param in flat.params]
+        self.check_bound = Bound(model, units, self.describe).check
         self._entered: list[tuple[nn.Module, Unit]] = []
         self._pushed: list[bool] = []
         self._backward_open = False
         self._unfreed: list[Unit] = []
+        self._frame: FrameType | None = None
+        """Where the outermost forward runs; held while it does, so that no other frame can be taken for it."""
+        self._written: list[nn.Parameter] = []
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -92,17 +100,29 @@ class Runtime:
 
     def enter(self, module: nn.Module, unit: Unit, name: str) -> None:
         """The forward of a unit's module starts."""
+        if any(entered is module for entered, _ in self._entered) and not self._is_running():
+            self._abandon()
         if self.is_outermost and not in_backward():
             self.settle()
-            self._check_frozen()
-            if any(unit.pins == 0 for unit in self.units):  # else nothing will be gathered, and ranks need not meet
-                self.schedule.begin(f"forward of {name or 'the model'}")
+            if not torch.compiler.is_compiling():  # a compiler that traces hooks would look into every parameter
+                self.check_bound()
+            self.push_saving()
+            self._begin_forward(name)
             for each in self.units:
                 each.use = Use()
-            self.push_saving()
+            self._frame = sys._getframe(1)
         self._entered.append((module, unit))
         unit.depth += 1
         self.need(unit)
+
+    def _begin_forward(self, name: str) -> None:
+        if all(unit.pins for unit in self.units):
+            return  # nothing will be gathered, and ranks need not meet
+        try:
+            self.schedule.begin(f"forward of {name or 'the model'}")
+        except OnefoldError:
+            self.pop_saving()
+            raise
 
     def leave(self, module: nn.Module) -> None:
         """The forward of a unit's module ended, normally or by an exception (which may have skipped inner calls)."""
@@ -114,20 +134,29 @@ class Runtime:
             unit.depth -= 1
             self._leave_unit(unit)
         if self.is_outermost and not in_backward():
+            self._frame = None
             self.pop_saving()
             self.release_unpinned()
             self.schedule.end()
             self.release_unpinned()
+            self.check_written()
 
-    def _check_frozen(self) -> None:
-        with metadata_only():
-            thawed = next((param for param in self._frozen if param.requires_grad), None)
-        if thawed is not None:
-            raise ShardError(
-                f"{self.describe(thawed)} was frozen when onefold.shard was called and requires a gradient now, but "
-                "has no place for gradients and optimizer state. To train it later, let it require gradients when the "
-                "model is sharded and freeze it afterwards with requires_grad_(False)"
-            )
+    def _is_running(self) -> bool:
+        """Whether the outermost forward is among our callers. A KeyboardInterrupt ends it without telling any hook."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def _abandon(self) -> None:
+        """Clean up after a forward that ended without a word."""
+        while self._entered:
+            _, unit = self._entered.pop()
+            unit.depth = 0
+        self._frame = None
+        self.pop_saving()
+        self.schedule.abort()
+        self.release_unpinned()
 
     def _leave_unit(self, unit: Unit) -> None:
         if unit.is_done() and unit.index != 0 and not in_backward():
@@ -138,12 +167,13 @@ class Runtime:
         if unit.is_gathered and unit.is_used:
             return
         self._release_done(unit)
-        if unit.is_gathered:
-            self.schedule.use(unit.index)
-        else:
-            self.schedule.request(unit.index)
-        unit.wait()
-        self._prefetch()
+        with _disable_current_modes():  # what a selective checkpoint records of a forward is not ours
+            if unit.is_gathered:
+                self.schedule.use(unit.index)
+            else:
+                self.schedule.request(unit.index)
+            unit.wait()
+            self._prefetch()
 
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
         """Gather released parameters that `func` is about to read, if a pass of the model is running."""
@@ -161,6 +191,10 @@ class Runtime:
         """The unit, flat buffer and slot of a parameter."""
         return self._places[id(param)]
 
+    def manages(self, param: nn.Parameter) -> bool:
+        """Whether the parameter belongs to a unit."""
+        return id(param) in self._places
+
     def describe(self, param: nn.Parameter) -> str:
         unit, flat, slot = self.locate(param)
         return f"{flat.names[slot]!r} {flat.layout.slots[slot].shape} (unit {unit.name!r}, rank {self._rank})"
@@ -175,7 +209,14 @@ class Runtime:
         active = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._pushed.append(bool(self._flats) and not active)
         if self._pushed[-1]:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            try:
+                torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            except RuntimeError as error:
+                self._pushed.pop()
+                raise OnefoldError(
+                    f"the model runs where autograd lets nobody watch what it saves, such as inside torch.func.grad "
+                    f"({error}); differentiate with torch.autograd, or use a plan that keeps parameters whole (ZERO_2)"
+                ) from error
 
     def pop_saving(self) -> None:
         """Undo the latest `push_saving`."""
@@ -222,8 +263,8 @@ class Runtime:
             )
         self._backward_open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
-        self.schedule.begin(ACCUMULATING if self.reducer.accumulating else BACKWARD)
-        self.reducer.begin()
+        has_met = self.schedule.begin(ACCUMULATING if self.reducer.accumulating else BACKWARD)
+        self.reducer.begin(has_met)
         self._prefetch()
 
     def settle(self) -> None:
@@ -289,7 +330,23 @@ class Runtime:
                 return
             time.sleep(_PAUSE_S)
 
+    def check_written(self) -> None:
+        """Raise if a parameter was written while it was gathered: the shards know nothing of it.
+
+        Raises:
+            ReleasedParameterError: naming the parameter.
+        """
+        written, self._written = self._written, []
+        if written:
+            raise ReleasedParameterError(
+                f"{self.describe(written[0])} was changed in place while it was gathered, and the change is lost when "
+                "it is released. A forward that writes into its parameters (nn.Embedding(max_norm=), say) needs a plan "
+                "that keeps them whole (ZERO_2); to change weights between steps, use "
+                "`with onefold.gathered(model, write=True):`"
+            )
+
     def _release(self, unit: Unit) -> None:
+        self._written += unit.written()
         unit.release()
         if not unit.try_free():
             self._unfreed.append(unit)

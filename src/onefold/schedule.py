@@ -54,8 +54,8 @@ class Schedule:
         """The running phase."""
         return self._phase
 
-    def begin(self, phase: str) -> None:
-        """Start a phase; `phase` names its kind, such as "forward of model"."""
+    def begin(self, phase: str) -> bool:
+        """Start a phase; `phase` names its kind, such as "forward of model". Returns whether ranks met for it: yes."""
         self._raise_if_broken()
         self._meeting.exchange(f"start of the {phase}")
         self._phase = phase
@@ -63,6 +63,7 @@ class Schedule:
         self._issued = 0
         self._gathered, self._used = [], []
         self._skipped = set()
+        return True
 
     def request(self, unit: int) -> None:
         """Issue gathers until `unit` is among them. Collective, in step with the other ranks.
@@ -110,8 +111,11 @@ class Schedule:
         self._phase = None
 
     def abort(self) -> None:
-        """Forget a phase that an exception ended; the frozen orders stay."""
-        self._phase = None
+        """End a phase that an exception cut short: ranks that go on with it are still served what they gather."""
+        if self._meeting.is_apart:
+            self._phase = None
+        else:
+            self.end()
 
     def _replay_to(self, unit: int) -> bool:
         try:
@@ -173,8 +177,9 @@ class Unscheduled:
     def __init__(self) -> None:
         self.phase: str | None = None
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: str) -> bool:
         self.phase = phase
+        return False
 
     def end(self) -> None:
         self.phase = None

@@ -10,10 +10,9 @@ from torch import nn
 
 from onefold.comm import Comm
 from onefold.dtypes import Precision
-from onefold.errors import OnefoldError, OptimizerError, ShardError
+from onefold.errors import OnefoldError, OptimizerError
 from onefold.plan import Plan
 from onefold.reducer import Reducer
-from onefold.released import metadata_only
 from onefold.runtime import Runtime
 from onefold.scaler import Scaler
 
@@ -39,25 +38,6 @@ class Session:
 
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
         self.runtime.touch(params, func)
-
-    def check_bound(self) -> None:
-        """Raise if parameters no longer lie in their flat buffers.
-
-        Raises:
-            ShardError: the model was moved or cast after `shard`.
-        """
-        for unit in self.runtime.units:
-            for flat in unit.flats:
-                with metadata_only():
-                    places = [param.untyped_storage()._cdata for param in flat.params]
-                moved = next(
-                    (p for p, at in zip(flat.params, places, strict=True) if at != flat.buffer.storage_id), None
-                )
-                if moved is not None:
-                    raise ShardError(
-                        f"{self.describe(moved)} was moved or cast after onefold.shard (model.to, .half, "
-                        ".cuda, or an assignment to .data); do that before sharding, or choose dtypes with precision="
-                    )
 
     def attach(self, model: nn.Module) -> None:
         """Make the session findable from the model and from each of its parameters."""

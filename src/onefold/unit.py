@@ -22,7 +22,7 @@ from onefold.buffer import Buffer, Master
 from onefold.comm import Comm
 from onefold.gradients import Gradients
 from onefold.layout import Layout
-from onefold.released import Owner, ReducedGradient, ReleasedParameter
+from onefold.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
 from onefold.streams import Lanes, Ticket
 from onefold.tier import Storehouse
 
@@ -120,6 +120,13 @@ class Unit:
     def release(self) -> None:
         """Let go of the whole parameters."""
 
+    def written(self) -> list[nn.Parameter]:
+        """Parameters that were changed in place since they were gathered, and would lose that."""
+        return []
+
+    def keep_written(self) -> None:
+        """What was changed in place until now has been taken over."""
+
     def try_free(self) -> bool:
         """Give memory of released parameters back; False if somebody still holds views of it."""
         return True
@@ -149,34 +156,48 @@ class PartUnit(Unit):
 
     def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
         super().__init__(name, index, flats, comm, lanes)
-        self._classes = [type(param) for flat in self.flats for param in flat.params]
+        self._params = [param for flat in self.flats for param in flat.params]
+        self._classes = [type(param) for param in self._params]
+        self._versions: list[int] = []
 
     def gather(self) -> None:
         for flat in self.flats:
             flat.buffer.grow()
+        self._fill()
+        self.is_gathered = True
+        self.is_used = False
 
+    def _fill(self) -> None:
+        for flat in self.flats:
             shard, fetched = flat.rest.fetch(flat.weight)
             launch = partial(self._comm.all_gather, flat.buffer.whole, shard)
             self._tickets.append(self._lanes.gather.run(launch, after=[fetched], keep=[shard]))
-        self.is_gathered = True
-        self.is_used = False
 
     def wait(self) -> None:
         if self.is_used:
             return
         self.wait_tickets()
         self.is_used = True
-        params = [param for flat in self.flats for param in flat.params]
-        for param, cls in zip(params, self._classes, strict=True):
+        for param, cls in zip(self._params, self._classes, strict=True):
             param.__class__ = cls
+        self.keep_written()
+
+    def keep_written(self) -> None:
+        self._versions = [param._version for param in self._params]
+
+    def written(self) -> list[nn.Parameter]:
+        if not self.is_used:
+            return []
+        with metadata_only():
+            pairs = zip(self._params, self._versions, strict=True)
+            return [param for param, version in pairs if param._version != version]
 
     def release(self) -> None:
         self.wait_tickets()
         self.is_gathered = self.is_used = False
         self.open_uses = set()
-        for flat in self.flats:
-            for param in flat.params:
-                param.__class__ = ReleasedParameter  # type: ignore[assignment]
+        for param in self._params:
+            param.__class__ = ReleasedParameter  # type: ignore[assignment]
 
     def try_free(self) -> bool:
         freed = all([flat.buffer.shrink() for flat in self.flats])
@@ -187,6 +208,8 @@ class PartUnit(Unit):
         for flat, _ in self.trained_flats:
             flat.version += 1
         self._lanes.order_gather()
+        if self.is_gathered:  # a `gathered` context shows it
+            self._fill()
 
 
 def stand_in(flat: Flat, slot: int) -> ReducedGradient:

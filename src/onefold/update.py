@@ -30,6 +30,14 @@ class FlatUpdate(Protocol):
         """Update the parameters in `active`; gradients are first multiplied by `factors`, one after another."""
         ...
 
+    def own_gradients(self) -> list[Tensor]:
+        """The averaged gradients, of the parameters updated here, that this rank alone has in its range."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the parameters updated here."""
+        ...
+
     @property
     def state_itemsize(self) -> int:
         """Bytes of state an element, master weights not counted."""
@@ -61,6 +69,8 @@ class _Update:
             raise ValueError(f"{slots.flat.names} are frozen")
         self.flat = slots.flat
         self._trained: Trained = trained
+        self._slots = slots
+        self._mine = {slot for slot, group in enumerate(groups) if group is not None}
         self._key = key
         self._groups = groups
         self._dtype = exact_dtype(slots.flat.weight.dtype)
@@ -77,6 +87,12 @@ class _Update:
             grad.mul_(factor)
         self._update(master, grad, slots)
         self._trained.master.store(master)
+
+    def own_gradients(self) -> list[Tensor]:
+        return self._trained.gradients.own_of(self._mine)
+
+    def drop_gradients(self) -> None:
+        self._slots.drop(self._mine)
 
     def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
         raise NotImplementedError

@@ -1,0 +1,72 @@
+"""Owns the proof that a sharded model's parameters are still those that were sharded, and where they were put.
+
+A parameter that was moved, cast, replaced or thawed since has no place in the flat buffers: training would go on
+without it, silently. So every outermost forward and every step look first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from onefold.errors import ShardError
+from onefold.released import metadata_only
+from onefold.unit import Flat, Unit
+
+_MOVED = (
+    "was moved or cast after onefold.shard (model.to, .half, .cuda, or an assignment to .data); do that before "
+    "sharding, or choose dtypes with precision="
+)
+_REPLACED = (
+    "was replaced after onefold.shard (load_state_dict(assign=True), or an assignment to the module's attribute); copy "
+    "values into it inside `with onefold.gathered(model, write=True):`, or change the model before sharding"
+)
+_THAWED = (
+    "was frozen when onefold.shard was called and requires a gradient now, but has no place for gradients and "
+    "optimizer state. To train it later, let it require gradients when the model is sharded and freeze it afterwards "
+    "with requires_grad_(False)"
+)
+
+
+class Bound:
+    """What must stay true of a sharded model's parameters."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], describe: Callable[[nn.Parameter], str]) -> None:
+        self._describe = describe
+        self._flats: list[Flat] = [flat for unit in units for flat in unit.flats]
+        self._frozen = [param for flat in self._flats if flat.trained is None for param in flat.params]
+        managed = {id(param) for flat in self._flats for param in flat.params}
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+            (module._parameters, key, param)
+            for module in model.modules()
+            for key, param in module._parameters.items()
+            if id(param) in managed and param is not None
+        ]
+
+    def check(self) -> None:
+        """Raise if a parameter is not where `shard` put it.
+
+        Raises:
+            ShardError: naming the parameter, what happened to it, and the way out.
+        """
+        for parameters, key, param in self._places:
+            if parameters.get(key) is not param:
+                self._refuse(param, _REPLACED)
+        with metadata_only():
+            moved = next(
+                (
+                    param
+                    for flat in self._flats
+                    for param in flat.params
+                    if param.untyped_storage()._cdata != flat.buffer.storage_id
+                ),
+                None,
+            )
+            thawed = next((param for param in self._frozen if param.requires_grad), None)
+        if moved is not None:
+            self._refuse(moved, _MOVED)
+        if thawed is not None:
+            self._refuse(thawed, _THAWED)
+
+    def _refuse(self, param: nn.Parameter, why: str) -> NoReturn:
+        raise ShardError(f"{self._describe(param)} {why}")

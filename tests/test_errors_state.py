@@ -1,0 +1,208 @@
+"""Promise: state that is not whole is never read by mistake: parameters in shards, gradients that are reduced,
+and state dicts either work to the bit or say what to do.
+"""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import onefold
+from onefold import Precision
+from onefold.errors import ReducedGradientError, ReleasedParameterError
+from onefold.plan import NAMED_PLANS
+from ranks import WIDTH, Stack, build, every_plan, one_and_two_ranks, same, tensors, weights
+
+
+def refused(call, kind):
+    """The message that `call` is refused with; None when it is not."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def trained(plan="zero_3"):
+    """A sharded model with gradients that are reduced and not used yet."""
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    model(torch.ones(3, 4)).square().mean().backward()
+    return model
+
+
+# --- parameters that are not there
+
+
+READS = {
+    "+": lambda w: w + 1,
+    "r+": lambda w: 1 + w,
+    "@": lambda w: w @ torch.ones(w.shape[1]),
+    "r@": lambda w: torch.ones(w.shape[0]) @ w,
+    "==": lambda w: w == 0,
+    "sum": lambda w: w.sum(),
+    "norm": lambda w: w.norm(),
+    "index": lambda w: w[0],
+    "item": lambda w: w[0, 0].item(),
+    "iterate": lambda w: list(w),
+    "set item": lambda w: w.detach().__setitem__(0, 1.0),
+    "data": lambda w: w.data.sum(),
+    "detach": lambda w: w.detach().clone(),
+    "t": lambda w: w.t().contiguous(),
+    "view": lambda w: w.view(-1).sum(),
+    "tolist": lambda w: w.tolist(),
+    "numpy": lambda w: w.detach().numpy(),
+    "cpu": lambda w: w.cpu().sum(),
+    "to": lambda w: w.to(torch.float64),
+    "clone": lambda w: w.clone(),
+    "stack": lambda w: torch.stack([w, w]),
+    "cat": lambda w: torch.cat([w, w]),
+    "linear": lambda w: functional.linear(torch.ones(1, w.shape[1]), w),
+    "embedding": lambda w: functional.embedding(torch.tensor([0]), w),
+    "isnan": lambda w: torch.isnan(w).any(),
+    "equal": lambda w: torch.equal(w, torch.zeros(w.shape)),
+    "zeros_": lambda w: nn.init.zeros_(w),
+    "mul_": lambda w: _in_place(w, "mul_", 2.0),
+    "copy_": lambda w: _in_place(w, "copy_", torch.zeros(w.shape)),
+    "copy from": lambda w: torch.zeros(w.shape).copy_(w),
+    "foreach": lambda w: torch._foreach_norm([w]),
+    "deepcopy": lambda w: copy.deepcopy(w),
+    "pickle": lambda w: pickle.dumps(w),
+    "save": lambda w: torch.save(w, io.BytesIO()),
+    "data_ptr": lambda w: w.data_ptr(),
+    "storage": lambda w: w.untyped_storage(),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+}
+
+
+def _in_place(w, name, *arguments):
+    with torch.no_grad():
+        getattr(w, name)(*arguments)
+
+
+def read_everything(rank, num_ranks):
+    model = trained()
+    weight = model.blocks[1].up.weight
+    return {name: refused(partial(read, weight), ReleasedParameterError) for name, read in READS.items()}
+
+
+@one_and_two_ranks
+def test_reading_a_parameter_that_rests_in_shards_is_an_error(ranks, num_ranks):
+    for rank, messages in enumerate(ranks(num_ranks).run(read_everything)):
+        assert [name for name, message in messages.items() if message is None] == []
+        for message in messages.values():
+            assert "'blocks.1.up.weight'" in message
+            assert f"rank {rank}" in message
+            assert "onefold.gathered(model)" in message
+
+
+def look_at(rank, num_ranks):
+    weight = trained().blocks[1].up.weight
+    seen = repr(weight), str(weight), f"{weight}", weight.shape, weight.dtype, weight.numel(), weight.requires_grad
+    return seen, isinstance(weight, nn.Parameter), {weight: 1}[weight], len(weight), weight.is_leaf
+
+
+def test_metadata_of_a_parameter_can_be_read_anywhere(ranks):
+    for rank, (seen, *rest) in enumerate(ranks(2).run(look_at)):
+        for text in seen[:3]:
+            assert "'blocks.1.up.weight'" in text
+            assert f"rank {rank}" in text
+        assert seen[3:] == ((2 * WIDTH, WIDTH), torch.float32, 2 * WIDTH * WIDTH, True)
+        assert rest == [True, 1, 2 * WIDTH, True]
+
+
+def whole_reads(rank, num_ranks, plan):
+    weight = trained(plan).blocks[1].up.weight
+    return weight.sum().item()
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2"])
+def test_whole_parameters_can_be_read_anywhere(ranks, plan):
+    want = build(Stack).blocks[1].up.weight.sum().item()
+    assert ranks(2).run(whole_reads, plan) == [want, want]
+
+
+# --- gradients that are not there
+
+
+GRADIENT_READS = {
+    "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip, one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+    "clip values": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "norm": lambda model: model.head.weight.grad.norm(),
+    "mul_": lambda model: model.head.weight.grad.mul_(2.0),
+    "zero_": lambda model: model.head.weight.grad.zero_(),
+    "clone": lambda model: model.head.weight.grad.clone(),
+    "data": lambda model: model.head.weight.grad.data,
+    "index": lambda model: model.head.weight.grad[0],
+}
+
+
+def read_gradients(rank, num_ranks, plan):
+    model = trained(plan)
+    messages = {name: refused(partial(read, model), ReducedGradientError) for name, read in GRADIENT_READS.items()}
+    return messages, model.head.weight.grad.shape, repr(model.head.weight.grad)
+
+
+@one_and_two_ranks
+@every_plan
+def test_reading_a_reduced_gradient_is_an_error(ranks, plan, num_ranks):
+    for messages, shape, text in ranks(num_ranks).run(read_gradients, plan):
+        assert [name for name, message in messages.items() if message is None] == []
+        assert all("max_grad_norm=" in message and ".weight" in message for message in messages.values())
+        assert shape == (2, WIDTH)
+        assert "head.weight" in text
+
+
+# --- state dicts
+
+
+def state_dict_refused(rank, num_ranks, is_part):
+    model = trained()
+    return refused(lambda: (model.blocks[0] if is_part else model).state_dict(), ReleasedParameterError)
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_state_dict_of_shards_is_an_error(ranks, is_part):
+    for message in ranks(2).run(state_dict_refused, is_part):
+        assert message is not None
+        assert "onefold.gathered(model)" in message
+
+
+def load(rank, num_ranks, plan, dtype):
+    """A state dict that another model wrote goes through to shards and masters: the next update starts from it."""
+    torch.manual_seed(1)
+    source = Stack()
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan], precision=Precision(params=dtype))
+    optimizer = onefold.SGD(model, lr=0.0)
+    model.load_state_dict(source.state_dict())
+    loaded = weights(model)
+    model(torch.ones(3, 4)).float().square().mean().backward()
+    optimizer.step()
+    same(weights(model), loaded, 0)
+    same(loaded, {name: tensor.to(loaded[name].dtype) for name, tensor in tensors(source).items()}, 0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@one_and_two_ranks
+@every_plan
+def test_load_state_dict_writes_through(ranks, plan, num_ranks, dtype):
+    ranks(num_ranks).run(load, plan, dtype)
+
+
+def load_wrong(rank, num_ranks, plan):
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    state = Stack().state_dict()
+    state["head.weight"] = torch.ones(3, 3)
+    message = refused(lambda: model.load_state_dict(state), RuntimeError)
+    model(torch.ones(3, 4)).square().mean().backward()  # and the model still works
+    return message
+
+
+@every_plan
+def test_a_state_dict_that_does_not_fit_names_the_parameter(ranks, plan):
+    assert all("head.weight" in message for message in ranks(2).run(load_wrong, plan))

@@ -1,0 +1,420 @@
+"""Promise: what training loops do to gradients and weights between the usual calls has the effect it has in torch.
+
+A plain replica in the same process does the same; both must end with the same weights. Where Onefold cannot do what
+torch does, it says so.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import onefold
+from onefold import Precision
+from onefold.errors import OnefoldError, OrderMismatchError
+from onefold.plan import NAMED_PLANS
+from ranks import (
+    Block,
+    Case,
+    Stack,
+    build,
+    every_plan,
+    same,
+    squared,
+    tensors,
+    thinned,
+    train,
+    weights,
+)
+
+SCALED = Precision(loss_scale=256.0)
+
+
+def sharded(plan, make=Stack, **options):
+    return onefold.shard(build(make), NAMED_PLANS[plan], **options)
+
+
+def backward(model, factor=1.0):
+    (factor * model(torch.linspace(-1, 1, 12).view(3, 4)).square().mean()).backward()
+
+
+def whole(model):
+    """Where gradients and weights may be touched."""
+    return onefold.gathered(model, write=True)
+
+
+# --- gradients
+
+
+def halve_in_place(model):
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+
+
+def noise_added(model):
+    for param in model.parameters():
+        param.grad.add_(torch.linspace(0, 1, param.numel()).view(param.shape))
+
+
+def one_replaced(model):
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+
+
+def one_cleared(model):
+    model.blocks[1].up.weight.grad = None
+
+
+EDITS = {each.__name__: each for each in (halve_in_place, noise_added, one_replaced, one_cleared)}
+
+
+def edited(rank, num_ranks, plan, name, precision):
+    model, plain = sharded(plan, precision=precision), build(Stack)
+    optimizer, other = onefold.SGD(model, lr=0.1, momentum=0.9), torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        backward(model)
+        with onefold.gathered(model):
+            EDITS[name](model)
+        backward(plain)
+        EDITS[name](plain)
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    same(weights(model), tensors(plain))
+
+
+@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
+@pytest.mark.parametrize("name", EDITS)
+@thinned
+def test_gradients_changed_while_gathered_are_stepped_with(ranks, plan, num_ranks, name, precision):
+    ranks(num_ranks).run(edited, plan, name, precision)
+
+
+def assigned_then_backward(rank, num_ranks, plan, precision):
+    """A gradient of the user's own, to which a backward pass adds."""
+    model, plain = sharded(plan, precision=precision), build(Stack)
+    optimizer, other = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for each in (model, plain):
+        each.head.weight.grad = torch.full((2, 8), 0.25)
+        backward(each)
+    optimizer.step()
+    other.step()
+    same(weights(model), tensors(plain))
+
+
+@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
+@thinned
+def test_backward_adds_to_an_assigned_gradient(ranks, plan, num_ranks, precision):
+    ranks(num_ranks).run(assigned_then_backward, plan, precision)
+
+
+def returned_gradients(rank, num_ranks, plan, precision):
+    """torch.autograd.grad between backward and step: its numbers are right, and the step is not disturbed."""
+    model, plain = sharded(plan, precision=precision), build(Stack)
+    optimizer, other = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        backward(model)
+        backward(plain)
+        with onefold.gathered(model):
+            got = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        want = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
+        same(dict(enumerate(got)), dict(enumerate(want)))
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    same(weights(model), tensors(plain))
+
+
+@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
+@thinned
+def test_returned_gradients_leave_pending_ones_alone(ranks, plan, num_ranks, precision):
+    ranks(num_ranks).run(returned_gradients, plan, precision)
+
+
+def kept_while_the_scale_grows(rank, num_ranks, plan):
+    """Never cleared: what an earlier backward left is still the same gradient when the loss scale has doubled."""
+    scale = onefold.DynamicLossScale(initial=2.0, window=1)
+    model, plain = sharded(plan, precision=Precision(loss_scale=scale)), build(Stack)
+    optimizer, other = onefold.SGD(model, lr=0.01), torch.optim.SGD(plain.parameters(), 0.01)
+    scales = []
+    for _ in range(4):
+        backward(model)
+        backward(plain)
+        optimizer.step()
+        other.step()
+        scales.append(optimizer.loss_scale)
+    assert scales[-1] > scales[0]
+    same(weights(model), tensors(plain))
+
+
+@thinned
+def test_kept_gradients_follow_the_loss_scale(ranks, plan, num_ranks):
+    ranks(num_ranks).run(kept_while_the_scale_grows, plan)
+
+
+def cleared_on_one_rank(rank, num_ranks, plan):
+    model = sharded(plan)
+    optimizer = onefold.SGD(model, lr=0.1)
+    backward(model)
+    if rank == 1:
+        model.blocks[0].up.weight.grad = None
+    try:
+        optimizer.step()
+    except OrderMismatchError as error:
+        return str(error)
+    return None
+
+
+@every_plan
+def test_a_gradient_cleared_on_one_rank_only_is_an_error(ranks, plan):
+    for message in ranks(2).run(cleared_on_one_rank, plan):
+        assert message is not None
+        assert "'blocks.0.up.weight'" in message
+        assert "every rank" in message
+
+
+# --- optimizers
+
+
+def two_optimizers(rank, num_ranks, plan):
+    """One for the blocks, one for the rest, which do not step and clear at the same times."""
+
+    def pair(model, make):
+        inner = list(model.blocks.parameters())
+        outer = [*model.embed.parameters(), *model.head.parameters()]
+        return make(model, inner, 0.1), make(model, outer, 0.02)
+
+    def ours(model, params, lr):
+        return onefold.SGD(model, lr=lr, param_groups=[{"params": params}], max_grad_norm=0.1)
+
+    def torchs(model, params, lr):
+        return torch.optim.SGD(params, lr=lr)
+
+    model, plain = sharded(plan), build(Stack)
+    both, others = pair(model, ours), pair(plain, torchs)
+    for turn in range(4):
+        backward(model)
+        backward(plain)
+        which = turn % 2
+        norm = nn.utils.clip_grad_norm_([p for group in others[which].param_groups for p in group["params"]], 0.1)
+        both[which].step()
+        others[which].step()
+        assert abs(both[which].grad_norm - norm.item()) < 1e-5
+        both[which].zero_grad()
+        others[which].zero_grad()
+        if turn == 0:  # clipping changed plain's gradients only where the optimizer cleared them anyhow
+            assert model.embed.weight.grad is not None
+    same(weights(model), tensors(plain))
+
+
+@thinned
+def test_two_optimizers_keep_to_their_own(ranks, plan, num_ranks):
+    ranks(num_ranks).run(two_optimizers, plan)
+
+
+def step_while_gathered(rank, num_ranks, plan):
+    model, plain = sharded(plan), build(Stack)
+    optimizer, other = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    with onefold.gathered(model):
+        backward(model)
+        backward(plain)
+        optimizer.step()
+        other.step()
+        same(tensors(model), tensors(plain))
+    same(weights(model), tensors(plain))
+
+
+@thinned
+def test_a_step_inside_gathered_is_seen_there(ranks, plan, num_ranks):
+    ranks(num_ranks).run(step_while_gathered, plan)
+
+
+# --- weights
+
+
+def clamped(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.25, 0.25)
+
+
+def clamped_data(model):
+    for param in model.parameters():
+        param.data.clamp_(-0.25, 0.25)
+
+
+def part_loaded(model):
+    model.blocks[1].load_state_dict({name: 0.5 * value for name, value in model.blocks[1].state_dict().items()})
+
+
+WRITES = {each.__name__: each for each in (clamped, clamped_data, part_loaded)}
+
+
+def written(rank, num_ranks, plan, name, precision):
+    """Weights after writes between steps: with master weights, the next step starts from what was written."""
+    ends = []
+    for as_written in (WRITES[name], lambda model: [WRITES[name](model) for _ in (0,)]):
+        model = sharded(plan, precision=precision)
+        optimizer = onefold.SGD(model, lr=0.0)
+        backward(model)
+        as_written(model)
+        want = tensors(model)
+        optimizer.step()
+        same(weights(model), want, 0)
+        ends.append(want)
+    assert any(not torch.equal(ends[0][key], value) for key, value in tensors(build(Stack)).items())
+
+
+PRECISIONS = {
+    "fp32": None,
+    "bf16": Precision(params="bf16"),
+    "bf16 with copies": Precision(params="bf16", master="fp32"),
+    "fp16": Precision(params="fp16", loss_scale=256.0),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2"])
+def test_writes_into_whole_parameters_outlive_the_step(ranks, plan, name, precision):
+    ranks(2).run(written, plan, name, PRECISIONS[precision])
+
+
+def frozen_of(dtype):
+    model = Stack()
+    values = torch.arange(24).view(4, 6) % 15
+    model.table = nn.Parameter(values.to(dtype), requires_grad=False)
+    model.register_buffer("counts", (values + 1).to(dtype))
+    return model
+
+
+def odd_dtype(rank, num_ranks, plan, dtype):
+    torch.manual_seed(rank)
+    model = onefold.shard(frozen_of(dtype), NAMED_PLANS[plan], units=[Block])
+    want = torch.arange(24).view(4, 6) % 15
+    with onefold.gathered(model):
+        assert torch.equal(model.table.to(torch.int64), want)
+    assert torch.equal(model.counts.to(torch.int64), want + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64], ids=str)
+@thinned
+def test_frozen_parameters_of_any_dtype(ranks, plan, num_ranks, dtype):
+    ranks(num_ranks).run(odd_dtype, plan, dtype)
+
+
+# --- interruptions and other ways through a model
+
+
+class Interrupting(Stack):
+    """Ctrl-C falls into its second forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.blocks[0](self.embed(x))
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+def interrupted(rank, num_ranks, plan, precision):
+    model, plain = sharded(plan, Interrupting, precision=precision), build(Interrupting)
+    optimizer, other = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for each, its in ((model, optimizer), (plain, other)):
+        for _ in range(4):
+            try:
+                backward(each)
+            except KeyboardInterrupt:
+                continue
+            its.step()
+            its.zero_grad()
+    same(weights(model), tensors(plain))
+
+
+@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
+@thinned
+def test_an_interrupted_forward_leaves_nothing_behind(ranks, plan, num_ranks, precision):
+    ranks(num_ranks).run(interrupted, plan, precision)
+
+
+class Selective(nn.Module):
+    """A block whose matrix products are kept and whose rest is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x):
+        def policy(context, operation, *args, **kwargs):
+            keep = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+
+class Checkpointed(Stack):
+    """Blocks checkpointed from outside, selectively."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        operations = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        for block in self.blocks:
+            contexts = partial(create_selective_checkpoint_contexts, operations)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return self.head(x)
+
+
+SELECTIVE = {
+    "inside a block": Case(model=partial(Stack, block=Selective), work=squared),
+    "around blocks": Case(model=Checkpointed, work=squared),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIVE)
+@thinned
+def test_selective_checkpoints(ranks, plan, num_ranks, name):
+    ranks(num_ranks).run(train, SELECTIVE[name], plan)
+
+
+class Passing(Stack):
+    """Returns what it was given, too."""
+
+    def forward(self, x):
+        return super().forward(x), x
+
+
+def hooks_on_an_input(rank, num_ranks, plan):
+    model, x = sharded(plan, Passing), torch.ones(3, 4, requires_grad=True)
+    for _ in range(3):
+        score, passed = model(x)
+        (score.sum() + passed.sum()).backward()
+    return len(x._backward_hooks or ())
+
+
+@every_plan
+def test_a_tensor_passed_through_gathers_no_hooks(ranks, plan):
+    assert ranks(2).run(hooks_on_an_input, plan) == [0, 0]
+
+
+def transformed(rank, num_ranks, plan):
+    """torch.func over a sharded model: right, or an error of ours."""
+    model, plain = sharded(plan), build(Stack)
+    x = torch.ones(2, 4)
+    want = torch.func.grad(lambda each: plain(each).sum())(x)
+    try:
+        got = torch.func.grad(lambda each: model(each).sum())(x)
+    except OnefoldError as error:
+        return str(error)
+    same({"x": got}, {"x": want})
+    return None
+
+
+@every_plan
+def test_function_transforms_are_right_or_refused(ranks, plan):
+    for message in ranks(2).run(transformed, plan):
+        assert message is None or "torch.func" in message
