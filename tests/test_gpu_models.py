@@ -10,8 +10,11 @@ from gpu_models import gpus
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-# torch 2.11's compiler looks at .grad of activations while it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    # torch 2.11's compiler looks at .grad of activations while it traces, and would rather have TF32
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 PLANS = {"zero_1": onefold.ZERO_1, "zero_2": onefold.ZERO_2, "zero_3": onefold.ZERO_3}
 

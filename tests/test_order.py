@@ -4,6 +4,8 @@ What is exact is not refused: a block that one rank skips, branches that change 
 and any order at all where parameters rest whole. How much is gathered ahead changes no bit.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ import onefold
 from onefold import Precision
 from onefold.errors import OrderMismatchError
 from onefold.plan import NAMED_PLANS
+from onefold.session import session_of
 from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, train, weights
 
 PATIENCE_S = 30.0
@@ -328,3 +331,26 @@ UNEVEN = [backwards_more, backwards_less, accumulates_more, forgets_to_leave]
 def test_different_numbers_of_reductions_are_an_error(ranks, plan, work, since):
     messages = ranks(2).run(uneven, plan, work, since, timeout_s=PATIENCE_S)
     assert all(message is not None and "very rank must run" in message for message in messages), messages
+
+
+def collectives_of_ones_own(rank, num_ranks, plan):
+    """The loop reduces its loss between backward and step. One rank is so busy that it leaves backward with all its
+    reductions under way: the other must not wait for what happens only in that rank's step."""
+    model = onefold.shard(build(partial(Stack, depth=8)), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.1)
+    if rank == 0:
+        session_of(model, "the test").reducer._bound = lambda tickets, limit: None
+    for step in range(3):
+        loss = model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean()
+        torch.distributed.all_reduce(loss.detach())
+        loss.backward()
+        torch.distributed.all_reduce(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.grad_norm
+
+
+@every_plan
+def test_collectives_of_the_loop_itself_wait_for_nothing(ranks, plan):
+    norms = ranks(2).run(collectives_of_ones_own, plan, timeout_s=PATIENCE_S)
+    assert len(set(norms)) == 1

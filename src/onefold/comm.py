@@ -129,15 +129,14 @@ class GlooComm(_GroupComm):
     backend = "gloo"
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        work = _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data, async_op=True)
-        return _finish(work)
+        return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         parts = torch.empty_like(whole)
         work = dist.all_to_all_single(parts, whole, group=self._reduction, async_op=True)
 
         def finish() -> None:
-            _finish(work)()
+            work.wait()
             rows = parts.view(self.num_ranks, -1)
             total = rows[0].to(torch.promote_types(whole.dtype, torch.float32), copy=True)
             for row in rows[1:]:
@@ -195,11 +194,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _finish(work: Any) -> Finish:
+def _pending(work: Any) -> Pending:
     def finish() -> None:
         work.wait()
 
-    return finish
+    return Pending(finish, work.is_completed)
 
 
 def start() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from onefold.buffer import views
 from onefold.comm import Comm
 from onefold.layout import Layout
-from onefold.streams import Finish, Lanes, Pending, Ticket
+from onefold.streams import Chain, Finish, Lanes, Ticket
 
 
 class Keep(Protocol):
@@ -152,16 +152,15 @@ class Gradients:
             local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self._device)
         own = self.keep.target(local)
 
+        def add() -> None:
+            self.reduced = self.keep.add(self.reduced, local, own)
+
         def launch() -> Finish:
-            first = self._comm.reduce_scatter(own, local)
-
-            def finish() -> None:
-                if first is not None:
-                    first()
-                Ticket(self.keep.finish(local, own)).wait()
-                self.reduced = self.keep.add(self.reduced, local, own)
-
-            return Pending(finish, first.is_done) if isinstance(first, Pending) else finish
+            return Chain(
+                lambda: self._comm.reduce_scatter(own, local),
+                lambda: self.keep.finish(local, own),
+                add,
+            )
 
         return lanes.reduce.run(launch, after=[lanes.mark()], keep=[local, own])
 

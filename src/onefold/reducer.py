@@ -165,8 +165,9 @@ class Reducer:
         self._has_met = self._has_arrivals = False
 
     def before(self, slots: Slots, slot: int, grad: Tensor) -> Tensor | None:
-        """Autograd has the gradient of one parameter, and is about to accumulate it into `.grad` (see [Note: What .grad
-        tells]) or to return it from `torch.autograd.grad`: then without the loss scale, as this method returns it."""
+        """Autograd has the gradient of one parameter, and is about to accumulate it into `.grad` (see
+        [Note: What .grad tells]) or to return it from `torch.autograd.grad`: then as this method returns it, without
+        the loss scale."""
         param, is_scaled = slots.flat.params[slot], self._scale() != 1
         if (is_scaled or slots.touched[slot]) and is_captured(param):
             return grad / self._scale() if is_scaled else None

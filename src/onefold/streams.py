@@ -34,6 +34,37 @@ class Pending:
         self._finish()
 
 
+class Chain(Pending):
+    """Operations one after another, each launched when the one before is found done: while it is polled, it never
+    waits. Each step starts an operation and returns how to finish it."""
+
+    __slots__ = ("_current", "_steps")
+
+    def __init__(self, *steps: Callable[[], Finish | None]) -> None:
+        super().__init__(self._run, self._poll)
+        self._steps = list(steps)
+        self._current = self._steps.pop(0)()
+
+    def _run(self) -> None:
+        self._go_on()
+        while self._steps:
+            self._current = self._steps.pop(0)()
+            self._go_on()
+
+    def _poll(self) -> bool:
+        while not isinstance(self._current, Pending) or self._current.is_done():
+            self._go_on()
+            if not self._steps:
+                return True
+            self._current = self._steps.pop(0)()
+        return False
+
+    def _go_on(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            current()
+
+
 class Ticket:
     """When something is done, and what stays alive until then."""
 
