@@ -26,7 +26,7 @@ help:  ## This list
 
 env: $(STAMP)  ## Create .venv with the locked requirements and this package, editable
 
-$(STAMP): requirements/dev.txt pyproject.toml
+$(STAMP): requirements/dev.txt pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Onefold needs Python 3.11 or newer; name one: make env PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -35,7 +35,10 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	@echo "Installing the locked requirements into $(VENV) (a minute or two, once) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements/dev.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@if command -v $(CXX) >/dev/null; then export ONEFOLD_REQUIRE_NATIVE=1; else \
+	    echo "No C++ compiler ($(CXX)): without the compiled host kernels, torch does their work more slowly," \
+	         "and the tests of the kernels fail" >&2; fi; \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 lint: $(STAMP)  ## Style, types and sizes
