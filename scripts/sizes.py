@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("src", "examples", "tests", "scripts")
+FOLDERS = ("src", "examples", "tests", "benchmarks", "scripts")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 

@@ -8,11 +8,10 @@ from types import ModuleType
 import pytest
 
 import onefold
-from sizes import MAX_FILE_LINES, MAX_FUNCTION_LINES, Size, measure, measure_folder
+from sizes import FOLDERS, MAX_FILE_LINES, MAX_FUNCTION_LINES, Size, measure, measure_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [ROOT / name for name in ("src", "examples", "tests", "scripts")]
-SIZES = [size for folder in FOLDERS for size in measure_folder(folder)]
+SIZES = [size for folder in FOLDERS for size in measure_folder(ROOT / folder)]
 
 
 def named(size: Size) -> str:
