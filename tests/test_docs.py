@@ -147,7 +147,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if DOCS in page.parents], ids=named)
 def test_source_and_test_files_named_exist(page):
-    for path in re.findall(r"`((?:src|tests|examples|scripts|docs)/[\w./]+)`", page.read_text()):
+    for path in re.findall(r"`((?:src|csrc|tests|examples|benchmarks|scripts|docs)/[\w./]+)`", page.read_text()):
         assert (ROOT / path).exists(), path
 
 
