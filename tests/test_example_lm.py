@@ -142,7 +142,7 @@ def test_help_explains_every_plan():
     ("args", "words"),
     [
         (("--plan", "zero_9"), ["zero_9", *NAMED_PLANS]),
-        (("--plan", "offload"), ["host", "DEVICE"]),
+        (("--plan", "infinity"), ["disk", "DEVICE or on HOST"]),
         (("--width", 33), ["--width", "--heads", "33"]),
         (("--global-batch", 9, "--micro-batch", 2), ["9", "--micro-batch 2"]),
     ],

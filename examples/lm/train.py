@@ -176,8 +176,8 @@ def run(config: Config) -> None:
         offload    zero_2, with gradients and optimizer state in host memory
         offload_3  zero_3, with everything in host memory
         infinity   zero_3, with parameters and optimizer state on disk
-    The last three need the host and disk tiers, which are not built yet:
-    Onefold refuses them and says so.
+    The last needs the disk tier, which is not built yet: Onefold refuses it
+    and says so.
     """
     try:
         trainer = Trainer(config)

@@ -81,7 +81,7 @@ class _Gathered:
             unit.wait()
             unit.pins += 1
             if self._write:
-                self._before.update({id(flat): flat.weight.clone() for flat in unit.flats})
+                self._before.update({id(flat): _resting(flat).clone() for flat in unit.flats})
         self._show_gradients(active)
         runtime.push_saving()
 
@@ -129,17 +129,24 @@ class _Gathered:
                 if flat.weight.numel() < flat.layout.numel
                 else flat.buffer.whole
             )
+            flat.arrival.wait_on_host()
             if flat.trained is None:
                 flat.weight.copy_(after)
                 continue
-            after = after.clone()
-            flat.weight.copy_(before)
+            resting = _resting(flat)
+            after = after.to(resting.device, copy=True)
+            resting.copy_(before)
             exact = flat.trained.master.load()
             changed = before != after
             exact[changed] = after[changed].to(exact.dtype)
             flat.trained.master.store(exact)
         unit.refresh()
         unit.wait_tickets()
+
+
+def _resting(flat: Flat) -> Tensor:
+    """The compute weights beside their exact ones."""
+    return flat.weight if flat.trained is None else flat.trained.weight
 
 
 def guard_state_dict(model: nn.Module, session: Session) -> None:
@@ -178,15 +185,14 @@ def measured(model: nn.Module, optimizer: Optimizer) -> Budget:
     """
     session = session_of(model, "measured")
     session.reducer.finish()
-    flats = [flat for unit in session.runtime.units for flat in unit.flats]
-    gradients = [flat.trained.gradients for flat in flats if flat.trained is not None]
-    grads = sum(kept.nbytes for each in gradients for kept in (each.local, each.reduced) if kept is not None)
-    none = {tier: 0 for tier in Tier}
-    return Budget(
-        params_bytes={**none, Tier.DEVICE: sum(flat.resting_bytes for flat in flats)},
-        grads_bytes={**none, Tier.DEVICE: grads},
-        optim_bytes={**none, Tier.DEVICE: sum(tensor.nbytes for tensor in optimizer.held())},
-    )
+    params, grads, optim = ({tier: 0 for tier in Tier} for _ in range(3))
+    for flat in (flat for unit in session.runtime.units for flat in unit.flats):
+        params[flat.rest.tier] += flat.resting_bytes
+        if flat.trained is not None:
+            for tier, nbytes in flat.trained.gradients.held_bytes().items():
+                grads[tier] += nbytes
+            optim[flat.trained.rest.tier] += sum(tensor.nbytes for tensor in optimizer.held(flat))
+    return Budget(params_bytes=params, grads_bytes=grads, optim_bytes=optim)
 
 
 def _spec(session: Session, unit: Unit, flat: Flat, optimizer: Optimizer) -> FlatSpec:
@@ -195,5 +201,5 @@ def _spec(session: Session, unit: Unit, flat: Flat, optimizer: Optimizer) -> Fla
         layout=flat.layout,
         param_itemsize=flat.weight.element_size(),
         grad_itemsize=0 if trained is None else trained.gradients.dtype.itemsize,
-        optim_itemsize=0 if trained is None else trained.master.itemsize + optimizer.state_itemsize(flat),
+        optim_itemsize=0 if trained is None else trained.itemsize + optimizer.state_itemsize(flat),
     )

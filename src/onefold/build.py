@@ -12,9 +12,9 @@ from onefold.buffer import Buffer, CopyMaster, Master, OwnMaster, SplitMaster, e
 from onefold.comm import Comm
 from onefold.discover import UnitSpec
 from onefold.dtypes import Precision, split
-from onefold.gradients import Gradients, Keep, PartKeep, ReplicatedKeep, WholeKeep
+from onefold.gradients import AwayKeep, Gradients, Keep, PartKeep, ReplicatedKeep, WholeKeep
 from onefold.layout import Layout
-from onefold.plan import Plan
+from onefold.plan import Placement, Plan, Tier
 from onefold.streams import Lanes
 from onefold.tier import Storehouse, storehouse
 from onefold.unit import Flat, PartUnit, Trained, Unit
@@ -36,15 +36,20 @@ class Builder:
         self._device = device
         self._comm = comm
         self._lanes = lanes
-        self._params: Storehouse = storehouse(plan.params, device)
-        self._optim: Storehouse = storehouse(plan.optim, device)
-        storehouse(plan.grads, device)
+        self.houses: dict[Tier, Storehouse] = {}
+        self._params = self._house(plan.params)
+        self._grads = self._house(plan.grads)
+        self._optim = self._house(plan.optim)
         self._unit_type = PartUnit if plan.params.partitioned else Unit
         self._keep_type: type[PartKeep | WholeKeep] = (
             PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
         )
         self._is_weight_own = plan.params.partitioned
         self._is_update_part = plan.optim.partitioned
+
+    def _house(self, placement: Placement) -> Storehouse:
+        house = storehouse(placement, self._device, self._lanes)
+        return self.houses.setdefault(house.tier, house)
 
     def build(self, spec: UnitSpec, index: int, kept: set[int]) -> Unit:
         """Move the parameters of one unit. Rank 0's values are everyone's.
@@ -76,19 +81,28 @@ class Builder:
         if self._is_weight_own:
             weight = self._params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
-        trained = None
-        if kind.is_trained:
-            master = self._master(weight, source[updated])
-            trained = Trained(
-                master=master,
-                gradients=self._gradients(layout, kind),
-                start=updated.start,
-                numel=weight.numel(),
-                rest=self._optim,
-            )
+        trained = self._train(layout, kind, weight, source[updated], updated.start) if kind.is_trained else None
         buffer.settle()
         self._lanes.order_gather()
-        return Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=self._params)
+        flat = Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=self._params)
+        flat.publish()
+        return flat
+
+    def _train(self, layout: Layout, kind: _Kind, weight: Tensor, source: Tensor, start: int) -> Trained:
+        """What a trained flat has beside its compute weights; `source` holds the exact values of `weight`."""
+        written, has_twin = weight, self._params.tier != self._optim.tier
+        if has_twin:
+            written = self._optim.allocate(weight.numel(), weight.dtype)
+            written.copy_(weight)
+        return Trained(
+            master=self._master(written, source),
+            gradients=self._gradients(layout, kind),
+            start=start,
+            numel=weight.numel(),
+            rest=self._optim,
+            weight=written,
+            has_twin=has_twin,
+        )
 
     def _source(self, layout: Layout, params: Sequence[nn.Parameter]) -> Tensor:
         source = torch.zeros(layout.numel, dtype=exact_dtype(params[0].dtype), device=self._device)
@@ -111,8 +125,13 @@ class Builder:
         return CopyMaster(weight, copy)
 
     def _gradients(self, layout: Layout, kind: _Kind) -> Gradients:
-        keep: Keep = self._keep_type(layout, self._comm)
-        return Gradients(layout, self._precision.grad_dtype(kind.dtype), self._device, keep, self._comm)
+        dtype = self._precision.grad_dtype(kind.dtype)
+        keep: Keep = (
+            self._keep_type(layout, self._comm)
+            if self._grads.tier == Tier.DEVICE
+            else AwayKeep(layout, self._comm, dtype, self._grads)
+        )
+        return Gradients(layout, dtype, self._device, keep, self._comm)
 
 
 def kept_params(model: nn.Module) -> set[int]:

@@ -11,7 +11,8 @@ way out. The tree:
     ├── ReducedGradientError    a gradient was read after it was reduced into shards
     ├── OrderMismatchError      ranks use units in different orders
     ├── OptimizerError          an optimizer that cannot work on flat shards, or does not match the model
-    └── LossScaleError          the loss scale cannot be lowered any further
+    ├── LossScaleError          the loss scale cannot be lowered any further
+    └── HostMemoryError         the host tier does not get the memory it needs
 """
 
 
@@ -49,3 +50,7 @@ class OptimizerError(OnefoldError, ValueError):
 
 class LossScaleError(OnefoldError):
     """The dynamic loss scale is at its minimum and the gradients still overflow."""
+
+
+class HostMemoryError(OnefoldError, MemoryError):
+    """The host tier needs more memory than there is, or than the system lets it lock."""

@@ -6,7 +6,7 @@ both.
 
 | grads / optim | `reduced` holds                     | elements on the wire |
 |---------------|-------------------------------------|----------------------|
-| part / part   | this rank's shard                   | n                    |
+| part / part   | this rank's shard, on its tier      | n                    |
 | whole / part  | whole, this rank's range averaged   | n                    |
 | whole / whole | whole, all of it averaged           | 2 n                  |
 """
@@ -20,14 +20,22 @@ from torch import Tensor
 from onefold.buffer import views
 from onefold.comm import Comm
 from onefold.layout import Layout
+from onefold.plan import Tier
 from onefold.streams import Chain, Finish, Lanes, Ticket
+from onefold.tier import Storehouse
 
 
 class Keep(Protocol):
     """How reduced gradients rest."""
 
+    tier: Tier
+    """Where they rest."""
     start: int
     """Index in the flat buffer of the first element that `kept` tensors hold."""
+    reserved: Tensor | None
+    """Memory that is held even while there is no gradient."""
+    squares: Tensor | None
+    """The sum of the squares of this rank's averaged range (0-dim, fp64), where it was taken as the range passed."""
 
     def target(self, local: Tensor) -> Tensor:
         """Where the mean of this rank's range goes, given `local` [numel]."""
@@ -42,16 +50,28 @@ class Keep(Protocol):
         ...
 
     def own(self, kept: Tensor) -> Tensor:
-        """The averaged range of this rank, [shard_numel]."""
+        """The averaged range of this rank, [shard_numel], where it rests."""
         ...
 
     def updated(self, kept: Tensor) -> Tensor:
         """The averaged gradients of the elements this rank updates."""
         ...
 
+    def settle(self) -> None:
+        """Wait until `kept` can be read where it rests."""
+        ...
+
+    def on_device(self, kept: Tensor) -> Tensor:
+        """The averaged range of this rank, [shard_numel], where the computation can read it."""
+        ...
+
 
 class PartKeep:
     """Only this rank's shard is kept."""
+
+    tier = Tier.DEVICE
+    reserved: Tensor | None = None
+    squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._layout = layout
@@ -72,11 +92,50 @@ class PartKeep:
     def updated(self, kept: Tensor) -> Tensor:
         return kept
 
+    def settle(self) -> None:
+        """What is on the device can be read in the order of the computation."""
+
+    def on_device(self, kept: Tensor) -> Tensor:
+        return kept
+
+
+class AwayKeep(PartKeep):
+    """Only this rank's shard is kept, off the device: it leaves as soon as it is averaged. One that is to be added to
+    comes back for it."""
+
+    def __init__(self, layout: Layout, comm: Comm, dtype: torch.dtype, rest: Storehouse) -> None:
+        super().__init__(layout, comm)
+        self.tier = rest.tier
+        self._rest = rest
+        self._away = self.reserved = rest.allocate(layout.shard_numel, dtype)
+        self._left = Ticket()
+
+    def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
+        self._left.wait()
+        if kept is not None:
+            before, ticket = self._rest.fetch(kept)
+            ticket.wait()
+            own += before
+        self.squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
+        self._left = self._rest.store(self._away, own)
+        return self._away
+
+    def settle(self) -> None:
+        self._left.wait_on_host()
+
+    def on_device(self, kept: Tensor) -> Tensor:
+        here, ticket = self._rest.fetch(kept)
+        ticket.wait()
+        return here
+
 
 class WholeKeep:
     """The whole buffer is kept, this rank's range of it averaged."""
 
+    tier = Tier.DEVICE
     start = 0
+    reserved: Tensor | None = None
+    squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._range = slice(*layout.shard_range(comm.rank))
@@ -97,6 +156,12 @@ class WholeKeep:
         return kept[self._range]
 
     def updated(self, kept: Tensor) -> Tensor:
+        return kept[self._range]
+
+    def settle(self) -> None:
+        """What is on the device can be read in the order of the computation."""
+
+    def on_device(self, kept: Tensor) -> Tensor:
         return kept[self._range]
 
 
@@ -179,24 +244,55 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiply whatever is held."""
+        self._open()
         for held in (self.local, self.reduced):
             if held is not None:
                 held.mul_(factor)
 
-    def own_of(self, slots: set[int]) -> list[Tensor]:
-        """The parts of this rank's averaged range that belong to some parameters."""
+    def _open(self) -> None:
+        """What is kept is about to be changed where it rests."""
+        self.keep.settle()
+        self.keep.squares = None
+
+    def updated_at(self, rest: Storehouse) -> Tensor:
+        """The averaged gradients of the elements this rank updates, where the updates of state that rests at `rest` can
+        read them. `reduced` must be there."""
         if self.reduced is None:
-            return []
-        own = self.keep.own(self.reduced)
-        if len(slots) == len(self.layout.slots):
-            return [own]
+            raise RuntimeError("no reduced gradient")
+        self.keep.settle()
+        grad = self.keep.updated(self.reduced)
+        if rest.tier == self.keep.tier:
+            return grad
+        here, ticket = rest.bring(grad)
+        ticket.wait_on_host()
+        return here
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """Bytes held now, by tier."""
+        kept = self.keep.reserved if self.reduced is None else self.reduced
+        held = {Tier.DEVICE: 0 if self.local is None else self.local.nbytes}
+        held[self.keep.tier] = held.get(self.keep.tier, 0) + (0 if kept is None else kept.nbytes)
+        return held
+
+    def squares_of(self, slots: set[int]) -> Tensor:
+        """The sum of the squares of the gradients of some parameters, over this rank's averaged range (0-dim, fp64)."""
+        if self.reduced is None:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        is_all = len(slots) == len(self.layout.slots)
+        if is_all and self.keep.squares is not None:
+            return self.keep.squares
+        own = self.keep.on_device(self.reduced)
         pieces = self.layout.pieces(self._comm.rank)
-        return [own[piece.start : piece.stop] for piece in pieces if piece.slot in slots]
+        parts = [own] if is_all else [own[piece.start : piece.stop] for piece in pieces if piece.slot in slots]
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]
+        return sum(squares, torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _kept_of(self, slot: int) -> list[tuple[Tensor, int]]:
-        """The part of one parameter's averaged gradient that is kept here, and the index of its first element."""
+        """The part of one parameter's averaged gradient that is kept here, to be changed, and the index of its first
+        element."""
         if self.reduced is None:
             return []
+        self._open()
         start = self.keep.start
         pieces = self.layout.pieces_between(start, start + len(self.reduced))
         return [(self.reduced[piece.start : piece.stop], piece.slot_start) for piece in pieces if piece.slot == slot]
@@ -210,7 +306,7 @@ class Gradients:
         if self.reduced is None:
             raise RuntimeError("no reduced gradient")
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
-        Ticket(self._comm.all_gather(whole, self.keep.own(self.reduced).contiguous())).wait()
+        Ticket(self._comm.all_gather(whole, self.keep.on_device(self.reduced).contiguous())).wait()
         return views(whole, self.layout)
 
 

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule
 from onefold.errors import OptimizerError
+from onefold.native import TorchKernel, host_kernel
+from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
 from onefold.unit import Flat
-from onefold.update import FlatUpdate, Key, RuleUpdate, SliceUpdate
+from onefold.update import FlatUpdate, HostUpdate, Key, RuleUpdate, SliceUpdate
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -92,6 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped = not norm < float("inf")
         self.grad_norm = norm
         if not self.skipped:
+            self._take_written()
             factors = self._factors(norm)
             for update in self._updates:
                 update.apply(active, factors)
@@ -105,6 +109,14 @@ class Optimizer(torch.optim.Optimizer):
             session.reducer.rescale(self.loss_scale / scale)
         return loss
 
+    def _take_written(self) -> None:
+        """Let updates that run away from the device start from what the user wrote into whole parameters since."""
+        pairs = [(flat, flat.written_since()) for unit in self._units for flat in unit.flats]
+        flats, flags = [flat for flat, flag in pairs if flag is not None], [f for _, f in pairs if f is not None]
+        for flat, is_written in zip(flats, torch.stack(flags).tolist() if flags else (), strict=True):
+            if is_written:
+                flat.take_written()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters and free their memory (`set_to_none` is always meant)."""
         self._session.runtime.settle()
@@ -116,9 +128,10 @@ class Optimizer(torch.optim.Optimizer):
         """Bytes of optimizer state an element of one flat buffer, master weights not counted."""
         return next((update.state_itemsize for update in self._updates if update.flat is flat), 0)
 
-    def held(self) -> list[Tensor]:
-        """The optimizer state tensors of this rank, master weights included."""
-        return [tensor for update in self._updates for tensor in update.held()]
+    def held(self, flat: Flat | None = None) -> list[Tensor]:
+        """The optimizer state tensors of this rank, master weights included; of one flat buffer, or of all."""
+        updates = [update for update in self._updates if flat is None or update.flat is flat]
+        return [tensor for update in updates for tensor in update.held()]
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same
@@ -169,15 +182,20 @@ class Optimizer(torch.optim.Optimizer):
     def _build_update(self, slots: Slots, key: Key, groups: Sequence[Mapping[str, Any] | None]) -> FlatUpdate:
         if isinstance(self._rule, TorchRule):
             return SliceUpdate(self._rule, slots, key, groups)
-        return RuleUpdate(self._rule, slots, key, groups)
+        trained, dtype = slots.flat.trained, exact_dtype(slots.flat.weight.dtype)
+        if trained is None or trained.rest.tier == Tier.DEVICE:
+            return RuleUpdate(self._rule, slots, key, groups)
+        kernel = host_kernel()
+        if not kernel.supports(self._rule.name, dtype):
+            kernel = TorchKernel()
+        return HostUpdate(kernel, self._rule, slots, key, groups)
 
     def _global_norm(self) -> float:
         """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""
         session = self._session
         squares = torch.zeros((), dtype=torch.float64, device=session.device)
         for update in self._updates:
-            for own in update.own_gradients():
-                squares += torch.linalg.vector_norm(own, dtype=torch.float64).square()
+            squares += update.squares()
         every = torch.zeros(session.comm.num_ranks, dtype=torch.float64, device=session.device)
         Ticket(session.comm.all_gather(every, squares.reshape(1))).wait()
         return float(every.sum().sqrt()) / self.loss_scale

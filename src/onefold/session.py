@@ -1,7 +1,7 @@
 """Owns what belongs to one sharded model: its plan, runtime, reducer and loss scale, found again from model or
 parameter."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import nn
 from onefold.comm import Comm
 from onefold.dtypes import Precision
 from onefold.errors import OnefoldError, OptimizerError
-from onefold.plan import Plan
+from onefold.plan import Plan, Tier
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import Scaler
+from onefold.tier import Storehouse
 
 _ATTRIBUTE = "_onefold_session"
 
@@ -27,6 +28,8 @@ class Session:
     precision: Precision
     device: torch.device
     comm: Comm
+    houses: Mapping[Tier, Storehouse]
+    """Where state rests, by tier."""
     runtime: Runtime
     reducer: Reducer
     scaler: Scaler

@@ -82,7 +82,8 @@ def _open_session(
     prefetch_bytes: int | None,
 ) -> Session:
     lanes = lanes_for(device)
-    built = _build(model, specs, Builder(plan, precision, device, comm, lanes), device, comm)
+    builder = Builder(plan, precision, device, comm, lanes)
+    built = _build(model, specs, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
     # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
@@ -95,6 +96,7 @@ def _open_session(
         precision=precision,
         device=device,
         comm=comm,
+        houses=builder.houses,
         runtime=Runtime(
             model,
             built,

@@ -68,12 +68,17 @@ class Chain(Pending):
 class Ticket:
     """When something is done, and what stays alive until then."""
 
-    __slots__ = ("_finish", "_keep", "is_done")
+    __slots__ = ("_finish", "_finish_on_host", "_keep", "is_done")
 
     def __init__(
-        self, finish: Finish | None = None, keep: Sequence[Any] = (), is_done: Callable[[], bool] | None = None
+        self,
+        finish: Finish | None = None,
+        keep: Sequence[Any] = (),
+        is_done: Callable[[], bool] | None = None,
+        finish_on_host: Finish | None = None,
     ) -> None:
         self._finish = finish
+        self._finish_on_host = finish_on_host
         self._keep = keep
         self.is_done = is_done
         """Tells without waiting whether the work is done; None where that cannot be told."""
@@ -84,6 +89,12 @@ class Ticket:
         if finish is not None:
             finish()
         self._keep = ()
+
+    def wait_on_host(self) -> None:
+        """Hold up the calling thread until the work is done: its results can be read from host memory."""
+        if self._finish_on_host is not None:
+            self._finish_on_host()
+        self.wait()
 
 
 def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
@@ -122,6 +133,10 @@ class Lanes(Protocol):
 
     gather: Lane
     reduce: Lane
+    up: Lane
+    """Copies from host memory."""
+    down: Lane
+    """Copies to host memory."""
 
     def mark(self) -> Ticket:
         """A ticket for all computation queued so far on the current stream."""
@@ -159,6 +174,8 @@ class HostLanes:
     def __init__(self) -> None:
         self.gather: Lane = HostLane()
         self.reduce: Lane = HostLane()
+        self.up: Lane = HostLane()
+        self.down: Lane = HostLane()
 
     def mark(self) -> Ticket:
         return Ticket()
@@ -190,16 +207,18 @@ class StreamLane:
             if finish is not None:
                 finish()
             event = self.stream.record_event()
-        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep, event.query)
+        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep, event.query, event.synchronize)
 
 
 class StreamLanes:
-    """Lanes of a CUDA device: one stream for gathers, one for reductions."""
+    """Lanes of a CUDA device: one stream each for gathers, reductions and the two ways over the host link."""
 
     def __init__(self, device: torch.device) -> None:
         gather = StreamLane(device)
         self.gather: Lane = gather
         self.reduce: Lane = StreamLane(device)
+        self.up: Lane = StreamLane(device)
+        self.down: Lane = StreamLane(device)
         self._gather_stream = gather.stream
 
     def mark(self) -> Ticket:

@@ -1,37 +1,57 @@
 """Owns the seam between state and the place where it rests.
 
-Nothing above knows which tier it talks to: it allocates, fetches before use and stores after a change. The device tier
-is where the arithmetic is, so its fetch and store have nothing to do.
+Nothing above knows which tier it talks to: it allocates, fetches what the computation will read and stores what it
+produced. The device tier is where the computation is, so its fetch and store have nothing to do. The host tier is on
+the other side of a link, and counts what crosses it.
 """
 
-from typing import Protocol
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import finalize
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from onefold.errors import PlanError
+from onefold.errors import HostMemoryError, PlanError
 from onefold.plan import Placement, Tier
-from onefold.streams import Ticket
+from onefold.streams import Lanes, Ticket
 
 
 class Storehouse(Protocol):
     """A place where flat tensors rest."""
 
+    tier: Tier
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros that rests here."""
+        """A 1-D tensor of zeros that rests here.
+
+        Raises:
+            HostMemoryError: there is not so much memory.
+        """
         ...
 
-    def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
-        """The values of `resting` where arithmetic can reach them, and when they are there."""
+    def fetch(self, resting: Tensor, into: Tensor | None = None) -> tuple[Tensor, Ticket]:
+        """The values of `resting` where the computation can read them (in `into`, if given), and when they are
+        there."""
         ...
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
-        """Put `changed` back into `resting`."""
+        """Put `changed`, which the computation produced, into `resting`."""
+        ...
+
+    def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
+        """The values of `tensor`, which the computation produced, where this tier's updates run; `tensor` itself if
+        they can read it."""
         ...
 
 
 class Device:
     """Accelerator memory, or plain memory when training on CPU."""
+
+    tier = Tier.DEVICE
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,24 +59,111 @@ class Device:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
-        return resting, Ticket()
+    def fetch(self, resting: Tensor, into: Tensor | None = None) -> tuple[Tensor, Ticket]:
+        if into is None or into.data_ptr() == resting.data_ptr():
+            return resting, Ticket()
+        return into.copy_(resting), Ticket()
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         if changed.data_ptr() != resting.data_ptr():
             resting.copy_(changed)
         return Ticket()
 
+    def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
+        return tensor, Ticket()
 
-def storehouse(placement: Placement, device: torch.device) -> Storehouse:
+
+class Host:
+    """Host memory: pinned, in exact sizes, where the computation is on a GPU.
+
+    Attributes:
+        up_bytes, down_bytes: what crossed the link so far, to and from the device.
+    """
+
+    tier = Tier.HOST
+
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+        self.device = device
+        self.up_bytes = 0
+        self.down_bytes = 0
+        self._lanes = lanes
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes, free = numel * dtype.itemsize, available_bytes()
+        if nbytes > free:
+            raise HostMemoryError(
+                f"the host tier needs {nbytes:,} more bytes of host memory and {free:,} are available; use more ranks "
+                "on more hosts, a plan that keeps less on the host (ZERO_3), or a smaller model"
+            )
+        if self.device.type == "cuda" and nbytes:
+            return _pinned(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+
+    def fetch(self, resting: Tensor, into: Tensor | None = None) -> tuple[Tensor, Ticket]:
+        target = torch.empty_like(resting, device=self.device) if into is None else into
+        self.up_bytes += resting.nbytes
+        return target, self._lanes.up.run(_copy(target, resting), after=[self._lanes.mark()], keep=[target, resting])
+
+    def store(self, resting: Tensor, changed: Tensor) -> Ticket:
+        self.down_bytes += changed.nbytes
+        return self._lanes.down.run(_copy(resting, changed), after=[self._lanes.mark()], keep=[resting, changed])
+
+    def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+        return here, self.store(here, tensor)
+
+
+def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
+    def launch() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return launch
+
+
+def available_bytes() -> int:
+    """Host memory that this process can still take: what the machine has, or what its control group leaves."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
+def _pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in page-locked memory of exactly this size (torch's own allocator rounds up to powers of two), given back
+    when the last tensor in it is gone."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize)
+    window = memoryview(pages)
+    tensor = torch.frombuffer(window, dtype=dtype, count=numel)
+    runtime = torch.cuda.cudart()
+    failed = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if failed:
+        raise HostMemoryError(
+            f"the system refused to lock {tensor.nbytes:,} bytes of host memory (CUDA error {failed}); raise its limit "
+            "(ulimit -l unlimited), or use a plan that keeps less on the host"
+        )
+    # The window dies with the tensor's storage; the pages, held here, outlive their registration.
+    finalize(window, _unlock, runtime, tensor.data_ptr(), pages)
+    return tensor
+
+
+def _unlock(runtime: Any, address: int, pages: mmap.mmap) -> None:
+    runtime.cudaHostUnregister(address)
+
+
+def storehouse(placement: Placement, device: torch.device, lanes: Lanes) -> Storehouse:
     """The storehouse a placement names.
 
     Raises:
         PlanError: this version has no such tier.
     """
-    if placement.tiers != (Tier.DEVICE,):
-        raise PlanError(
-            f"this version of Onefold places state on the DEVICE tier only, not on {placement}; "
-            "ZERO_2 and ZERO_3 are the nearest plans that run"
-        )
-    return Device(device)
+    if placement.tiers == (Tier.DEVICE,):
+        return Device(device)
+    if placement.tiers == (Tier.HOST,):
+        return Host(device, lanes)
+    raise PlanError(
+        f"this version of Onefold places each kind of state on DEVICE or on HOST as a whole, not on {placement}; "
+        "OFFLOAD and OFFLOAD_3 are the nearest plans that run"
+    )

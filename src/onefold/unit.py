@@ -11,7 +11,7 @@ needs a collective. The storage behind it may outlive a release as long as someb
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
 
@@ -22,6 +22,7 @@ from onefold.buffer import Buffer, Master
 from onefold.comm import Comm
 from onefold.gradients import Gradients
 from onefold.layout import Layout
+from onefold.plan import Tier
 from onefold.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
 from onefold.streams import Lanes, Ticket
 from onefold.tier import Storehouse
@@ -39,6 +40,14 @@ class Trained:
     """Elements this rank updates."""
     rest: Storehouse
     """Where optimizer state rests."""
+    weight: Tensor
+    """The compute weights as the update writes them: the flat's `weight`, or a twin of it where the update runs."""
+    has_twin: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element of what keeps the weights exact, and of the twin."""
+        return self.master.itemsize + (self.weight.element_size() if self.has_twin else 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,16 +64,48 @@ class Flat:
     """Where `weight` rests."""
     version: int = 0
     """Updates so far."""
+    arrival: Ticket = field(default_factory=Ticket)
+    """When the latest copy of weights to the device is done: before, nobody reads there, nor writes where they rest."""
+    checksum: Tensor | None = None
+    """Of `weight` (0-dim, int64) when the twin last held the same."""
 
     @property
     def layout(self) -> Layout:
         return self.buffer.layout
 
     @property
+    def has_twin(self) -> bool:
+        """Whether updates write a twin of `weight`."""
+        return self.trained is not None and self.trained.has_twin
+
+    def publish(self) -> None:
+        """After an update: bring the twin's values to `weight`."""
+        if self.trained is not None and self.has_twin:
+            _, self.arrival = self.trained.rest.fetch(self.trained.weight, into=self.weight)
+            self.arrival.wait()
+            self.checksum = _checksum(self.weight)
+
+    def written_since(self) -> Tensor | None:
+        """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin."""
+        return None if self.checksum is None else self.checksum != _checksum(self.weight)
+
+    def take_written(self) -> None:
+        """Let the twin, and the exact weights behind it, have what was written into `weight`."""
+        if self.trained is not None and self.has_twin:
+            self.trained.rest.store(self.trained.weight, self.weight).wait_on_host()
+            self.trained.master.store(self.trained.master.load())
+
+    @property
     def resting_bytes(self) -> int:
         """Bytes of parameters that this rank holds between steps."""
         shared = self.weight.untyped_storage()._cdata == self.buffer.storage_id
         return self.buffer.nbytes if shared else self.weight.nbytes
+
+
+def _checksum(weight: Tensor) -> Tensor:
+    """A number that changes when any bits of `weight` do, but for unlikely coincidences; on its device."""
+    whole_words = weight.numel() * weight.element_size() // 4  # a shard is a multiple of 32 bytes
+    return weight.view(torch.int32)[:whole_words].sum(dtype=torch.int64)
 
 
 class Use:
@@ -135,6 +176,7 @@ class Unit:
         """After an update of `weight`: bring every rank's part into the whole buffer."""
         for flat, trained in self.trained_flats:
             flat.version += 1
+            flat.publish()
             if trained.numel < flat.layout.numel:
                 launch = partial(self._comm.all_gather, flat.buffer.whole, flat.weight)
                 self._tickets.append(self._lanes.gather.run(launch, after=[self._lanes.mark()]))
@@ -170,6 +212,7 @@ class PartUnit(Unit):
     def _fill(self) -> None:
         for flat in self.flats:
             shard, fetched = flat.rest.fetch(flat.weight)
+            flat.arrival = fetched if flat.rest.tier != Tier.DEVICE else flat.arrival
             launch = partial(self._comm.all_gather, flat.buffer.whole, shard)
             self._tickets.append(self._lanes.gather.run(launch, after=[fetched], keep=[shard]))
 
@@ -207,6 +250,7 @@ class PartUnit(Unit):
     def refresh(self) -> None:
         for flat, _ in self.trained_flats:
             flat.version += 1
+            flat.publish()
         self._lanes.order_gather()
         if self.is_gathered:  # a `gathered` context shows it
             self._fill()

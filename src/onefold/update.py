@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from onefold import native
 from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule, probe
 from onefold.layout import Piece
+from onefold.native import Kernel
 from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.unit import Flat, Trained
@@ -30,8 +32,8 @@ class FlatUpdate(Protocol):
         """Update the parameters in `active`; gradients are first multiplied by `factors`, one after another."""
         ...
 
-    def own_gradients(self) -> list[Tensor]:
-        """The averaged gradients, of the parameters updated here, that this rank alone has in its range."""
+    def squares(self) -> Tensor:
+        """The sum of the squares of the gradients of the parameters updated here, over this rank's range (0-dim)."""
         ...
 
     def drop_gradients(self) -> None:
@@ -78,18 +80,21 @@ class _Update:
 
     def apply(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
         slots = {slot for slot, group in enumerate(self._groups) if group is not None and (*self._key, slot) in active}
-        reduced = self._trained.gradients.reduced
-        if not slots or reduced is None:
+        if not slots or self._trained.gradients.reduced is None:
             return
+        self.flat.arrival.wait_on_host()
+        self._apply(slots, self._trained.gradients.updated_at(self._trained.rest), factors)
+
+    def _apply(self, slots: set[int], reduced: Tensor, factors: Sequence[float]) -> None:
         master = self._trained.master.load()
-        grad = self._trained.gradients.keep.updated(reduced).to(self._dtype, copy=True)
+        grad = reduced.to(self._dtype, copy=True)
         for factor in factors:
             grad.mul_(factor)
         self._update(master, grad, slots)
         self._trained.master.store(master)
 
-    def own_gradients(self) -> list[Tensor]:
-        return self._trained.gradients.own_of(self._mine)
+    def squares(self) -> Tensor:
+        return self._trained.gradients.squares_of(self._mine)
 
     def drop_gradients(self) -> None:
         self._slots.drop(self._mine)
@@ -102,6 +107,9 @@ class _Update:
         if group is None:
             raise KeyError(slot)
         return group
+
+    def _held_twin(self) -> list[Tensor]:
+        return [self._trained.weight] if self.flat.has_twin else []
 
     def _held_master(self) -> list[Tensor]:
         return list(self._trained.master.held())
@@ -133,7 +141,7 @@ class RuleUpdate(_Update):
         return sum(tensor.element_size() for tensor in self._state.values())
 
     def held(self) -> list[Tensor]:
-        return [*self._held_master(), *self._state.values()]
+        return [*self._held_twin(), *self._held_master(), *self._state.values()]
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps), "state": dict(self._state), "master": self._held_master()}
@@ -145,22 +153,17 @@ class RuleUpdate(_Update):
         self._load_master(state["master"])
 
     def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
-        for slot in slots:
-            self._steps[slot] += 1
-        fetched = {name: self._fetch(resting) for name, resting in self._state.items()}
         for run in self._runs(slots):
             part = slice(run.start, run.stop)
-            state = {name: fetched[name][part] for name in self._rule.state_names(run.group)}
-            self._rule.update(master[part], grad[part], state, run.group, run.step)
-        for name, changed in fetched.items():
-            self._trained.rest.store(self._state[name], changed).wait()
+            self._rule.update(master[part], grad[part], self._state_of(run), run.group, run.step)
 
-    def _fetch(self, resting: Tensor) -> Tensor:
-        here, ticket = self._trained.rest.fetch(resting)
-        ticket.wait()
-        return here
+    def _state_of(self, run: _Run) -> dict[str, Tensor]:
+        return {name: self._state[name][run.start : run.stop] for name in self._rule.state_names(run.group)}
 
     def _runs(self, slots: set[int]) -> Iterator[_Run]:
+        """The runs that take their next step now."""
+        for slot in slots:
+            self._steps[slot] += 1
         run: _Run | None = None
         previous: Piece | None = None
         for piece in self._pieces:
@@ -179,6 +182,29 @@ class RuleUpdate(_Update):
             yield run
 
 
+class HostUpdate(RuleUpdate):
+    """Runs one of Onefold's rules where state rests on the host: one pass of a compiled kernel, from gradients as they
+    came to compute weights as they go."""
+
+    def __init__(self, kernel: Kernel, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
+        super().__init__(rule, slots, key, groups)
+        self._kernel = kernel
+
+    def _apply(self, slots: set[int], reduced: Tensor, factors: Sequence[float]) -> None:
+        weight, held = self._trained.weight, self._trained.master.held()
+        for run in self._runs(slots):
+            part = slice(run.start, run.stop)
+            self._kernel.update(
+                native.Run(
+                    weight=weight[part],
+                    exact=held[0][part] if held else None,
+                    grad=reduced[part],
+                    state=self._state_of(run),
+                ),
+                native.Step(rule=self._rule, hyper=run.group, number=run.step, factors=factors),
+            )
+
+
 class SliceUpdate(_Update):
     """Runs a torch.optim class over each parameter's slice, with the class's own state."""
 
@@ -192,7 +218,7 @@ class SliceUpdate(_Update):
         return probe(self._rule.cls, self._rule.kwargs).state_itemsize(self._dtype)
 
     def held(self) -> list[Tensor]:
-        return self._held_master() + [
+        return [*self._held_twin(), *self._held_master()] + [
             value for state in self._states for value in state.values() if isinstance(value, Tensor) and value.dim()
         ]
 

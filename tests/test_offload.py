@@ -1,0 +1,248 @@
+"""Promise: state that rests on the host is as exact as on the device, is where the table says, and crosses the link as
+rarely as the ZeRO-Offload paper's minimum.
+
+Every table whose state rests on device and host, on 1 to 4 ranks, is held to ZERO_0. Both run torch's arithmetic on
+these machines where the rule needs no square root; there, and with the torch kernel for every rule, results are equal
+bit for bit. The compiled kernel rounds square roots correctly, which torch's on x86 does not always: there they are
+equal to rounding.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold import Placement, Plan, Precision, Tier
+from onefold.errors import HostMemoryError, PlanError
+from onefold.native import TorchKernel
+from onefold.plan import legal_plans
+from onefold.session import session_of
+from onefold.tier import Host
+from ranks import Stack, Turn, build, same, tensors, weights
+
+TABLES = {
+    str(plan): plan
+    for plan in legal_plans()
+    if plan.optim.farthest == Tier.HOST and Tier.DISK not in (*plan.params.tiers, *plan.grads.tiers)
+}
+NUM_TABLES = 7
+every_table = pytest.mark.parametrize("table", TABLES)
+
+PRECISIONS = {
+    "fp32": None,
+    "bf16": Precision(params="bf16"),
+    "bf16 with copies": Precision(params="bf16", master="fp32"),
+    "bf16 reduced in fp32": Precision(params="bf16", reduce="fp32"),
+    "fp16": Precision(params="fp16", loss_scale=256.0),
+}
+
+
+def test_the_tables_are_all_of_device_and_host():
+    assert len(TABLES) == NUM_TABLES
+
+
+class Tied(Stack):
+    """With a frozen part, a tied one and one that is never used."""
+
+    def __init__(self):
+        super().__init__(depth=3)
+        self.blocks[1].up.requires_grad_(False)
+        self.blocks[2].down.weight = self.blocks[0].down.weight
+        self.unused = nn.Linear(3, 5)
+
+
+def run(rank, num_ranks, plan, rule, precision, steps=5):
+    """Weights after a few steps with clipping, weight decay, accumulation and a schedule; and every step's norm."""
+    torch.manual_seed(rank)
+    model = onefold.shard(build(Tied), plan, precision=precision)
+    make, options = RULES[rule]
+    optimizer = make(model, lr=0.02, weight_decay=0.1, max_grad_norm=0.3, no_decay=("*.bias",), **options)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    norms = []
+    for step in range(steps):
+        turn = Turn(rank, step, sharded=True)
+        if step % 2:
+            with onefold.accumulate(model):
+                (model(turn.randn(3, 4)).square().mean() / 2).backward()
+        else:
+            (model(turn.randn(3, 4)).square().mean() / 2).backward()  # reduced, and added to
+        (model(turn.randn(3, 4)).square().mean() / 2).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return weights(model), norms
+
+
+RULES = {
+    "adamw": (onefold.AdamW, {}),
+    "adam": (onefold.Adam, {"amsgrad": True}),
+    "sgd": (onefold.SGD, {"momentum": 0.9, "nesterov": True}),
+    "lion": (onefold.Lion, {}),
+    "adagrad": (onefold.Adagrad, {}),
+    "rmsprop": (lambda model, **options: onefold.Elementwise(model, torch.optim.RMSprop, **options), {}),
+}
+ROOTLESS = ("sgd", "lion", "rmsprop")
+"""Rules whose results do not depend on who takes a square root."""
+
+
+def in_torch(rank, num_ranks, *arguments):
+    """`run` with torch's kernel in the compiled one's place."""
+    module = __import__("onefold.optimizer", fromlist=["host_kernel"])
+    compiled, module.host_kernel = module.host_kernel, TorchKernel
+    try:
+        return run(rank, num_ranks, *arguments)
+    finally:
+        module.host_kernel = compiled
+
+
+def differing(rank, num_ranks, base, runner, rule, precision, tolerance):
+    """The tables that do not end as `base` does, and how."""
+    want, want_norms = run(rank, num_ranks, base, rule, precision)
+    wrong = {}
+    for name, table in TABLES.items():
+        got, norms = runner(rank, num_ranks, table, rule, precision)
+        try:
+            same(got, want, tolerance)
+            assert norms == pytest.approx(want_norms, rel=tolerance, abs=0)
+        except AssertionError as error:
+            wrong[name] = str(error)
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_every_table_trains_as_zero_0(ranks, rule, num_ranks):
+    tolerance = 0 if rule in ROOTLESS else 1e-5
+    arguments = differing, onefold.ZERO_0, run, rule, None, tolerance
+    assert ranks(num_ranks).run(*arguments, timeout_s=120.0) == [{}] * num_ranks
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_torchs_kernel_equals_the_device_bit_for_bit(ranks, rule, precision):
+    arguments = differing, onefold.ZERO_0, in_torch, rule, PRECISIONS[precision], 0
+    assert ranks(2).run(*arguments, timeout_s=120.0) == [{}] * 2
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_all_tables_equal_each_other_bit_for_bit(ranks, rule, precision):
+    arguments = differing, onefold.OFFLOAD, run, rule, PRECISIONS[precision], 0
+    assert ranks(2).run(*arguments, timeout_s=120.0) == [{}] * 2
+
+
+# --- bytes
+
+
+def held_and_moved(rank, num_ranks, plan, precision):
+    model = onefold.shard(build(Tied), plan, precision=precision)
+    optimizer = onefold.AdamW(model, lr=0.1)
+    x = Turn(rank, 0, sharded=True).randn(3, 4)
+    moved = []
+    for _ in range(3):
+        host = session_of(model, "the test").houses[Tier.HOST]
+        before = host.up_bytes, host.down_bytes
+        model(x).square().mean().backward()
+        held = onefold.measured(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append((host.up_bytes - before[0], host.down_bytes - before[1]))
+    return onefold.predicted(model, optimizer), held, moved
+
+
+@every_table
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_bytes_are_where_the_table_says(ranks, table, num_ranks, precision):
+    for predicted, held, moved in ranks(num_ranks).run(held_and_moved, TABLES[table], PRECISIONS[precision]):
+        for kind in ("params_bytes", "grads_bytes", "optim_bytes"):
+            assert (kind, getattr(held, kind)) == (kind, getattr(predicted, kind))
+        assert moved[1] == moved[2]
+        if not TABLES[table].params.partitioned:
+            assert sum(moved[2]) == predicted.link_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_offload_moves_four_bytes_a_parameter(ranks, num_ranks):
+    """Two down, two up: the minimum of the ZeRO-Offload paper (section 3)."""
+    for predicted, _, moved in ranks(num_ranks).run(held_and_moved, onefold.OFFLOAD, Precision(params="bf16")):
+        up, down = moved[-1]
+        trained = predicted.reduce_numel // num_ranks
+        assert (up, down) == (2 * trained, 2 * trained)
+        assert predicted.device_bytes == predicted.params_bytes[Tier.DEVICE]
+
+
+# --- what users do between steps
+
+
+def clamped(model):
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def written(rank, num_ranks, plan, precision, is_gathered):
+    model = onefold.shard(build(Stack), plan, precision=precision)
+    optimizer = onefold.SGD(model, lr=0.0)
+    model(torch.ones(3, 4)).square().mean().backward()
+    if is_gathered:
+        with onefold.gathered(model, write=True):
+            clamped(model)
+            want = tensors(model)
+    else:
+        clamped(model)
+        want = tensors(model)
+    optimizer.step()
+    same(weights(model), want, 0)
+    assert max(value.abs().max().item() for value in want.values()) < 0.11
+
+
+@pytest.mark.parametrize(
+    ("table", "is_gathered"),
+    [(name, True) for name in TABLES] + [(name, False) for name in TABLES if not TABLES[name].params.partitioned],
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_written_between_steps_stays(ranks, table, precision, is_gathered):
+    ranks(2).run(written, TABLES[table], PRECISIONS[precision], is_gathered)
+
+
+def saved_and_loaded(rank, num_ranks, plan):
+    ends = []
+    for is_resumed in (False, True):
+        model = onefold.shard(build(Stack), plan, precision=Precision(params="bf16"))
+        optimizer = onefold.AdamW(model, lr=0.05)
+        for step in range(4):
+            if is_resumed and step == 2:
+                with onefold.gathered(model):
+                    kept = {name: value.clone() for name, value in model.state_dict().items()}
+                state = optimizer.state_dict()
+                model = onefold.shard(build(Stack, 7), plan, precision=Precision(params="bf16"))
+                optimizer = onefold.AdamW(model, lr=0.05)
+                model.load_state_dict(kept)
+                optimizer.load_state_dict(state)
+            model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    same(ends[1], ends[0], 0)
+
+
+@every_table
+def test_state_can_be_saved_and_loaded(ranks, table):
+    ranks(2).run(saved_and_loaded, TABLES[table])
+
+
+# --- what cannot be had
+
+
+def test_memory_that_is_not_there_is_an_error():
+    with pytest.raises(HostMemoryError, match=r"needs [\d,]+ more bytes of host memory and [\d,]+ are available"):
+        Host(torch.device("cpu"), None).allocate(2**50, torch.float32)
+
+
+def test_a_tier_that_is_not_built_is_named():
+    part = Placement(True, Tier.DISK)
+    with pytest.raises(PlanError, match=r"DEVICE or on HOST"):
+        onefold.shard(
+            Stack(), Plan(params=Placement(True, Tier.DEVICE), grads=Placement(True, Tier.DEVICE), optim=part)
+        )
