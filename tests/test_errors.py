@@ -62,6 +62,19 @@ def with_two_at_one_place():
     return model
 
 
+def with_a_transposed_view():
+    model = Stack()
+    model.blocks[2].down.weight = nn.Parameter(model.blocks[0].up.weight.data.t().contiguous())
+    model.blocks[2].up.weight = nn.Parameter(model.blocks[2].down.weight.data.t())
+    return model
+
+
+def with_a_part_of_another():
+    model = Stack()
+    model.part = nn.Parameter(model.blocks[0].up.weight.data[2:5])
+    return model
+
+
 def twice():
     return onefold.shard(Stack(), onefold.ZERO_1)
 
@@ -86,6 +99,8 @@ UNFIT = {
     "complex": (with_complex, ["'phase'", "complex", "view_as_real"]),
     "lazy": (with_lazy, ["'1.weight'", "lazy", "one forward before"]),
     "two at one place": (with_two_at_one_place, ["'blocks.0.up.weight'", "'blocks.2.up.weight'", "same Parameter"]),
+    "a transposed view": (with_a_transposed_view, ["'blocks.2.down.weight'", "'blocks.2.up.weight'", "same Parameter"]),
+    "a part of another": (with_a_part_of_another, ["'part'", "'blocks.0.up.weight'", "same Parameter"]),
     "sharded twice": (twice, ["already sharded", "once", "whole model"]),
     "a part sharded": (around_a_sharded_part, ["already sharded", "once", "whole model"]),
     "part of a sharded one": (part_of_a_sharded_model, ["already sharded", "once", "whole model"]),
@@ -318,6 +333,8 @@ MOVES = {
     "double": lambda model: model.double(),
     "data": lambda model: setattr(model.head.weight, "data", torch.zeros(2, WIDTH)),
     "a part": lambda model: model.blocks[1].to(torch.float64),
+    "a module added": lambda model: model.blocks[0].add_module("adapter", nn.Linear(WIDTH, WIDTH)),
+    "a module replaced": lambda model: setattr(model, "head", nn.Linear(WIDTH, 2)),
     "replaced": lambda model: setattr(model.head, "weight", nn.Parameter(torch.zeros(2, WIDTH))),
     "assigned": lambda model: model.load_state_dict(build(Stack).state_dict(), assign=True),
 }

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 # Lowest first; within a row, a module may import those before it. A folder counts as one module.
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "budget")),
-    ("bytes", ("native", "streams", "buffer", "comm", "tier", "disk")),
+    ("bytes", ("native", "streams", "buffer", "comm", "worker", "tier", "disk")),
     (
         "state",
         (
@@ -35,7 +35,7 @@ FLOORS = (
         ),
     ),
     ("update", ("kernels", "rules", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
-    ("face", ("tensor", "discover", "meta", "build", "access", "shard", "checkpoint")),
+    ("face", ("tensor", "discover", "agree", "meta", "build", "access", "shard", "checkpoint")),
     ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
     ("roof", ("__init__",)),
 )

@@ -111,6 +111,25 @@ def t5():
 
 
 MODELS = {"own and torch's": Mixed, "torch's Transformer": Pair, "GPT-2": gpt2, "Llama": llama}
+
+
+class Recurrent(nn.Module):
+    """torch's recurrent layers, which hold weak references to their parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.LSTM(8, 8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True)])
+        self.last = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.last(x)[0]
+
+
+MODELS["recurrent"] = Recurrent
 BORN = {**MODELS, "T5": t5}
 """Those of which only the values are looked at, too."""
 

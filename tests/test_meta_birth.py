@@ -118,3 +118,24 @@ def test_a_module_that_cannot_fill_its_tensors_is_named(ranks, plan, name):
     for message in ranks(2).run(unborn, plan, name):
         assert message is not None
         assert all(word in message for word in UNBORN[name][1]), message
+
+
+def adapted(rank, num_ranks):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    try:
+        onefold.shard(model, NAMED_PLANS["zero_3"])
+    except ShardError as error:
+        return str(error)
+    return None
+
+
+def test_an_adapter_made_on_meta_is_refused(ranks):
+    """Its first values make it change nothing, and are lost."""
+    for message in ranks(2).run(adapted, timeout_s=60.0):
+        assert message is not None
+        assert "lora_" in message
+        assert "adapter" in message

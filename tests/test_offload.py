@@ -147,6 +147,7 @@ def held_and_moved(rank, num_ranks, plan, precision):
         held = onefold.measured(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
+        session_of(model, "the test").runtime.finish_updates()
         moved.append((host.up_bytes - before[0], host.down_bytes - before[1]))
     return onefold.predicted(model, optimizer), held, moved
 

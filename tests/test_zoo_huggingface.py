@@ -120,6 +120,16 @@ def generate_then_train(model, turn):
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 
+def translate_then_train(model, turn):
+    """Generation calls the encoder by itself."""
+    source = turn.randint(VOCABULARY, 2, 5)
+    model.eval()
+    with torch.no_grad():
+        tokens = model.generate(source, max_new_tokens=4, do_sample=False, num_beams=2)
+    model.train()
+    model(input_ids=source, labels=tokens.contiguous()).loss.backward()
+
+
 def hidden_states(model, turn):
     """A loss on the hidden states that the output holds, and none on the logits."""
     out = model(input_ids=turn.randint(VOCABULARY, 2, 6), output_hidden_states=True)
@@ -129,6 +139,7 @@ def hidden_states(model, turn):
 CASES = {
     "gpt2": Case(model=gpt2, work=text, optimizer="adamw"),
     "gpt2, generating between steps": Case(model=gpt2, work=generate_then_train),
+    "t5, generating between steps": Case(model=t5, work=translate_then_train),
     "gpt2, loss on hidden states": Case(model=gpt2, work=hidden_states),
     "gpt2, recomputed": Case(model=partial(checkpointed, gpt2, False), work=text),
     "gpt2, recomputed reentrantly": Case(model=partial(checkpointed, gpt2, True), work=text),

@@ -74,6 +74,7 @@ class _Gathered:
     def enter(self) -> None:
         runtime = self._session.runtime
         runtime.settle()
+        runtime.finish_updates()
         active = self._session.reducer.flush()
         for unit in self._units:
             if not unit.is_gathered:
@@ -162,6 +163,7 @@ def guard_state_dict(model: nn.Module, session: Session) -> None:
         open_views.pop().leave()
 
     def before_save(*_: Any) -> None:
+        session.runtime.finish_updates()
         if any(not unit.is_gathered for unit in session.runtime.units):
             raise ReleasedParameterError(
                 "model.state_dict() needs whole parameters, but they rest in shards: call it inside "
@@ -185,6 +187,7 @@ def measured(model: nn.Module, optimizer: Optimizer) -> Budget:
     """
     session = session_of(model, "measured")
     session.reducer.finish()
+    session.runtime.finish_updates()
     params, grads, optim = ({tier: 0 for tier in Tier} for _ in range(3))
     for flat in (flat for unit in session.runtime.units for flat in unit.flats):
         params[flat.rest.tier] += flat.resting_bytes

@@ -4,7 +4,7 @@ A parameter that was moved, cast, replaced or thawed since has no place in the f
 without it, silently. So every outermost forward and every step look first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -32,10 +32,11 @@ class Bound:
     """What must stay true of a sharded model's parameters."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], describe: Callable[[nn.Parameter], str]) -> None:
+        self._model = model
         self._describe = describe
         self._flats: list[Flat] = [flat for unit in units for flat in unit.flats]
         self._frozen = [param for flat in self._flats if flat.trained is None for param in flat.params]
-        managed = {id(param) for flat in self._flats for param in flat.params}
+        self._managed = managed = {id(param) for flat in self._flats for param in flat.params}
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (module._parameters, key, param)
             for module in model.modules()
@@ -52,6 +53,12 @@ class Bound:
         for parameters, key, param in self._places:
             if parameters.get(key) is not param:
                 self._refuse(param, _REPLACED)
+        added = next(self._added(), None)
+        if added is not None:
+            raise ShardError(
+                f"{added!r} came into the model after onefold.shard (a new module, an adapter, a replaced head) and "
+                "would be trained by nobody; change the model first, then shard it, or freeze what was added"
+            )
         with metadata_only():
             moved = next(
                 (
@@ -67,6 +74,12 @@ class Bound:
             self._refuse(moved, _MOVED)
         if thawed is not None:
             self._refuse(thawed, _THAWED)
+
+    def _added(self) -> Iterator[str]:
+        for name, module in self._model.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and id(param) not in self._managed and param.requires_grad:
+                    yield f"{name}.{key}".lstrip(".")
 
     def _refuse(self, param: nn.Parameter, why: str) -> NoReturn:
         raise ShardError(f"{self._describe(param)} {why}")

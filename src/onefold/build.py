@@ -85,7 +85,8 @@ class Builder:
         buffer.settle()
         self._lanes.order_gather()
         flat = Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=self._params)
-        flat.publish()
+        if flat.has_twin:
+            flat.publish(self._lanes, self._lanes.mark()).wait()
         return flat
 
     def _train(self, layout: Layout, kind: _Kind, weight: Tensor, source: Tensor, start: int) -> Trained:

@@ -36,6 +36,10 @@ class Comm(Protocol):
         """Put every rank's `shard` into `whole`, in rank order."""
         ...
 
+    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        """As `all_gather`, of updated weights; on a group of its own, since another thread may call it meanwhile."""
+        ...
+
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         """Put the mean over ranks of this rank's part of `whole` into `shard`."""
         ...
@@ -64,6 +68,8 @@ class LocalComm:
             whole.copy_(shard)
         return None
 
+    refresh = all_gather
+
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         return self.all_gather(shard, whole)
 
@@ -79,15 +85,15 @@ class LocalComm:
 
 # Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
 # share them; the entry goes when torch.distributed is shut down.
-_made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], tuple[Any, Any, Any]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], tuple[Any, ...]]] = WeakKeyDictionary()
 
 
-def _groups(ranks: tuple[int, ...], backend: str) -> tuple[Any, Any, Any]:
-    """The groups for gathers, for reductions and for control messages over `ranks`; made once."""
+def _groups(ranks: tuple[int, ...], backend: str) -> tuple[Any, ...]:
+    """The groups for gathers, reductions, refreshes and control messages over `ranks`; made once."""
     made = _made.setdefault(dist.group.WORLD, {})
     if (ranks, backend) not in made:
-        data, reduction = (dist.new_group(list(ranks), backend=backend) for _ in range(2))
-        made[ranks, backend] = (data, reduction, dist.new_group(list(ranks), backend="gloo"))
+        kinds = (backend, backend, backend, "gloo")
+        made[ranks, backend] = tuple(dist.new_group(list(ranks), backend=kind) for kind in kinds)
     return made[ranks, backend]
 
 
@@ -98,7 +104,7 @@ class _GroupComm:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._root = ranks[0]
-        self._data, self._reduction, self._control = _groups(tuple(ranks), self.backend)
+        self._data, self._reduction, self._refresh, self._control = _groups(tuple(ranks), self.backend)
         self.rank = dist.get_rank(self._data)
         self.num_ranks = len(ranks)
 
@@ -131,6 +137,9 @@ class GlooComm(_GroupComm):
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data, async_op=True))
 
+    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=self._refresh, async_op=True))
+
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         parts = torch.empty_like(whole)
         work = dist.all_to_all_single(parts, whole, group=self._reduction, async_op=True)
@@ -155,6 +164,10 @@ class NcclComm(_GroupComm):
         _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data)
         return None
 
+    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._refresh)
+        return None
+
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self._reduction)
         return None
@@ -174,6 +187,10 @@ class CountingComm:
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         self.gather_numel += whole.numel()
         return self.inner.all_gather(whole, shard)
+
+    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        self.gather_numel += whole.numel()
+        return self.inner.refresh(whole, shard)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         self.reduce_numel += whole.numel()

@@ -9,9 +9,10 @@ Rules, in this order:
 5. The rest is the root unit, gathered while the model runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -44,6 +45,8 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     for name, param in model.named_parameters():
         _check_param(name, param)
     _check_apart(model)
+    if units is not None and (isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable)):
+        units = [units]
     if units is None:
         blocks = list(_blocks("", model))
         chosen = blocks + list(_large(model, blocks))
@@ -55,6 +58,22 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     specs += [UnitSpec(name=name, modules=[(name, module)]) for name, module in chosen if module is not model]
     _assign(model, specs)
     return [spec for place, spec in enumerate(specs) if place == 0 or spec.params]
+
+
+def outside(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside the model and outside of every other unit that hold parameters, or modules that do."""
+    borders = {id(module) for spec in specs for _, module in spec.modules}
+    seen = set(borders)
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for key, child in module.named_children():
+            if id(child) not in seen and next(child.parameters(), None) is not None:
+                seen.add(id(child))
+                child_name = f"{name}.{key}".lstrip(".")
+                yield child_name, child
+                yield from visit(child_name, child)
+
+    yield from visit("", model)
 
 
 def _assign(model: nn.Module, specs: list[UnitSpec]) -> None:
@@ -89,6 +108,10 @@ def _assign(model: nn.Module, specs: list[UnitSpec]) -> None:
 def _named(model: nn.Module, units: Sequence["type[nn.Module] | nn.Module | str"]) -> list[tuple[str, nn.Module]]:
     found: dict[int, tuple[str, nn.Module]] = {}
     for choice in units:
+        if not isinstance(choice, (str, nn.Module)) and not (
+            isinstance(choice, type) and issubclass(choice, nn.Module)
+        ):
+            raise ShardError(f"units={choice!r}: choose by module class, module, or name pattern")
         matches = [(name, module) for name, module in model.named_modules() if _matches(choice, name, module)]
         if not matches:
             classes = sorted({type(module).__name__ for module in model.modules()})
@@ -174,13 +197,24 @@ def _check_apart(model: nn.Module) -> None:
     Raises:
         ShardError: naming both.
     """
-    seen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    for name, param in model.named_parameters():
-        if param.is_meta or not param.numel():
-            continue
-        other = seen.setdefault((param.data_ptr(), tuple(param.shape), param.stride()), name)
-        if other != name:
+    places = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
+        for name, param in model.named_parameters()
+        if not param.is_meta and param.numel() and _is_dense(param)
+    )
+    for (_, end, other), (start, _, name) in pairwise(places):
+        if start < end:
             raise ShardError(
                 f"{other!r} and {name!r} are different parameters that share memory; to tie them, let both modules "
                 "hold the same Parameter object (module.weight = other.weight)"
             )
+
+
+def _is_dense(param: nn.Parameter) -> bool:
+    """Whether the elements fill one range of memory, in whatever order of dims."""
+    numel = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size != 1 and stride != numel:
+            return False
+        numel *= size
+    return True

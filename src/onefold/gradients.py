@@ -34,6 +34,8 @@ class Keep(Protocol):
     """Index in the flat buffer of the first element that `kept` tensors hold."""
     reserved: Tensor | None
     """Memory that is held even while there is no gradient."""
+    left: Ticket
+    """When `kept` can be read where it rests."""
     squares: Tensor | None
     """The sum of the squares of this rank's averaged range (0-dim, fp64), where it was taken as the range passed."""
 
@@ -57,10 +59,6 @@ class Keep(Protocol):
         """The averaged gradients of the elements this rank updates."""
         ...
 
-    def settle(self) -> None:
-        """Wait until `kept` can be read where it rests."""
-        ...
-
     def on_device(self, kept: Tensor) -> Tensor:
         """The averaged range of this rank, [shard_numel], where the computation can read it."""
         ...
@@ -71,6 +69,7 @@ class PartKeep:
 
     tier = Tier.DEVICE
     reserved: Tensor | None = None
+    left = Ticket()  # what is on the device can be read in the order of the computation
     squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
@@ -92,9 +91,6 @@ class PartKeep:
     def updated(self, kept: Tensor) -> Tensor:
         return kept
 
-    def settle(self) -> None:
-        """What is on the device can be read in the order of the computation."""
-
     def on_device(self, kept: Tensor) -> Tensor:
         return kept
 
@@ -108,20 +104,16 @@ class AwayKeep(PartKeep):
         self.tier = rest.tier
         self._rest = rest
         self._away = self.reserved = rest.allocate(layout.shard_numel, dtype)
-        self._left = Ticket()
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
-        self._left.wait()
+        self.left.wait()
         if kept is not None:
             before, ticket = self._rest.fetch(kept)
             ticket.wait()
             own += before
         self.squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
-        self._left = self._rest.store(self._away, own)
+        self.left = self._rest.store(self._away, own)
         return self._away
-
-    def settle(self) -> None:
-        self._left.wait_on_host()
 
     def on_device(self, kept: Tensor) -> Tensor:
         here, ticket = self._rest.fetch(kept)
@@ -135,6 +127,7 @@ class WholeKeep:
     tier = Tier.DEVICE
     start = 0
     reserved: Tensor | None = None
+    left = Ticket()  # what is on the device can be read in the order of the computation
     squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
@@ -157,9 +150,6 @@ class WholeKeep:
 
     def updated(self, kept: Tensor) -> Tensor:
         return kept[self._range]
-
-    def settle(self) -> None:
-        """What is on the device can be read in the order of the computation."""
 
     def on_device(self, kept: Tensor) -> Tensor:
         return kept[self._range]
@@ -251,21 +241,16 @@ class Gradients:
 
     def _open(self) -> None:
         """What is kept is about to be changed where it rests."""
-        self.keep.settle()
+        self.keep.left.wait_on_host()
         self.keep.squares = None
 
-    def updated_at(self, rest: Storehouse) -> Tensor:
+    def updated_at(self, rest: Storehouse) -> tuple[Tensor, Ticket]:
         """The averaged gradients of the elements this rank updates, where the updates of state that rests at `rest` can
-        read them. `reduced` must be there."""
+        read them, and when they can. `reduced` must be there."""
         if self.reduced is None:
             raise RuntimeError("no reduced gradient")
-        self.keep.settle()
         grad = self.keep.updated(self.reduced)
-        if rest.tier == self.keep.tier:
-            return grad
-        here, ticket = rest.bring(grad)
-        ticket.wait_on_host()
-        return here
+        return (grad, self.keep.left) if rest.tier == self.keep.tier else rest.bring(grad)
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes held now, by tier."""

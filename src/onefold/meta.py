@@ -50,6 +50,7 @@ def materialize(model: nn.Module, spec: UnitSpec, specs: Sequence[UnitSpec], dev
         newborn |= born
         if born:
             owners[name] = module
+            _check_adapter(model, name)
     if not owners:
         return
     around = {prefix for name in owners for prefix in _prefixes(name)}
@@ -80,6 +81,19 @@ def _buffers(spec: UnitSpec, specs: Sequence[UnitSpec]) -> set[int]:
     return {each for _, module in spec.modules for each in inside(module)}
 
 
+def _check_adapter(model: nn.Module, name: str) -> None:
+    """Refuse adapters (PEFT's layers): what makes them change nothing at first was said when they were made, and is
+    gone."""
+    for prefix in list(_prefixes(name))[1:]:
+        around = model.get_submodule(prefix)
+        parts = getattr(around, "adapter_layer_names", ())
+        if any(name.startswith(f"{prefix}.{part}.") for part in parts):
+            raise ShardError(
+                f"{name!r} belongs to an adapter that was made on the meta device, where its first values are lost; "
+                "make the model on a real device before adding adapters"
+            )
+
+
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for tensors in (module._parameters, module._buffers):
         for key, tensor in tensors.items():
@@ -90,11 +104,15 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _allocate(module: nn.Module, wanted: set[int], has_buffers: bool, device: torch.device) -> set[int]:
     """Give `module`'s own parameters in `wanted`, and its meta buffers, memory; returns their ids."""
     born = set()
+    if isinstance(module, nn.RNNBase):
+        module._flat_weight_refs = []  # weak references, which the swap below cannot follow
     for param in module._parameters.values():
         if param is not None and param.is_meta and id(param) in wanted:
             real = nn.Parameter(_unset(param, device), requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, real)
             born.add(id(param))
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
     for key, buffer in module._buffers.items() if has_buffers else ():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = _unset(buffer, device)

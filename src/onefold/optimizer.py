@@ -6,7 +6,9 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         session = session_of(model, "an optimizer")
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
             raise OptimizerError(
                 f"max_grad_norm={max_grad_norm!r}: give a positive norm, or None to leave gradients alone"
             )
@@ -89,25 +91,42 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         session = self._session
         session.runtime.settle()
+        session.runtime.finish_updates()
         session.runtime.check_bound()
-        active = session.reducer.flush()
+        active = session.reducer.flush(self._settings())
         norm = self._global_norm()
         self.skipped = not norm < float("inf")
         self.grad_norm = norm
         if not self.skipped:
             self._take_written()
             factors = self._factors(norm)
-            for update in self._updates:
-                update.apply(active, factors)
-            for unit in self._units:
-                unit.refresh()
-            for unit in self._units:
-                unit.wait_tickets()
+            self._update(active, factors)
         scale = self.loss_scale
         session.scaler.update(self.skipped)
         if self.loss_scale != scale:
             session.reducer.rescale(self.loss_scale / scale)
         return loss
+
+    def _settings(self) -> int:
+        """Rule and hyper-parameters in one number, for ranks to compare."""
+        groups = [
+            [(key, float(value) if isinstance(value, Tensor) else value) for key, value in sorted(group.items())]
+            for group in ({k: v for k, v in each.items() if k != "params"} for each in self.param_groups)
+        ]
+        return crc32(repr((self._rule.name, self.max_grad_norm, groups)).encode())
+
+    def _update(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
+        """Make the updates, or start them where they run beside the computation. See [Note: The gated step]."""
+        runtime = self._session.runtime
+        for update in self._updates:
+            compute, flat = update.prepare(active, factors), update.flat
+            if compute is not None and flat.trained is not None:
+                spread = partial(runtime.units[update.unit_index].spread, flat, runtime.mark())
+                flat.update = flat.trained.rest.run(compute, spread)
+        for unit in self._units:
+            unit.refresh()
+        for unit in self._units:
+            unit.wait_refreshed()
 
     def _take_written(self) -> None:
         """Let updates that run away from the device start from what the user wrote into whole parameters since."""
@@ -136,6 +155,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same
         plan."""
+        self._session.runtime.finish_updates()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {
             "layout": self._session.fingerprint,
@@ -156,6 +176,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{self._session.fingerprint}; a rank's own state loads only into the same rank, number of "
                 "ranks, plan and model"
             )
+        self._session.runtime.finish_updates()
         for update, saved in zip(self._updates, state_dict["updates"], strict=True):
             update.load_state_dict(saved)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -224,7 +245,9 @@ def _groups(
             )
     if param_groups is None:
         param_groups = [{"params": [param for _, param in model.named_parameters() if id(param) in trained]}]
-    patterns: list[str] = [] if callable(no_decay) else [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    patterns: list[str] = (
+        [] if callable(no_decay) or no_decay is None else [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    )
     unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names.values())]
     if unmatched:
         raise OptimizerError(

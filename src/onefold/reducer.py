@@ -220,9 +220,11 @@ class Reducer:
         """Wait until every reduction that was started is done."""
         wait_for_oldest(self._tickets, 0)
 
-    def flush(self) -> set[tuple[int, int, int]]:
+    def flush(self, settings: int = 0) -> set[tuple[int, int, int]]:
         """Make every gradient reduced, on every rank; a collective.
 
+        Args:
+            settings: a number that must be the same on all ranks: what is to be done with the gradients.
         Returns:
             The parameters that have a gradient on any rank, as (unit, flat among the trained ones, slot).
         Raises:
@@ -245,7 +247,7 @@ class Reducer:
         pending = [any(slots.gradients.local is not None for slots in self.slots[index]) for index in self._order]
         counts, merged = self._meeting.exchange(
             "optimizer step (or gathered)",
-            [self._num_reduced, self._num_failed],
+            [self._num_reduced, self._num_failed, settings],
             [*active, *kept, *cleared, *pending],
         )
         self._check_counts(counts)
@@ -269,7 +271,12 @@ class Reducer:
                 f"there (this is rank {self._meeting.rank}): its gradients are missing in the mean. Let the exception "
                 "end the run, or skip the step on every rank (optimizer.zero_grad() instead of step())"
             )
-        if any(count != counts[0] for count in counts):
+        if any(count[2] != counts[0][2] for count in counts):
+            raise OrderMismatchError(
+                f"optimizers differ between ranks (this is rank {self._meeting.rank}): rule, max_grad_norm, learning "
+                "rate and every other hyper-parameter must be the same on all of them, or their weights part"
+            )
+        if any(count[0] != counts[0][0] for count in counts):
             numbers = ", ".join(f"rank {rank}: {count[0]}" for rank, count in enumerate(counts))
             raise OrderMismatchError(
                 f"ranks reduced gradients different numbers of times before this step ({numbers}); every rank "

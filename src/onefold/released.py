@@ -8,6 +8,7 @@ autograd's saved tensors are replaced by `SavedView`s (runtime.py), and gradient
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
@@ -105,7 +106,8 @@ metadata_only = torch._C.DisableTorchFunctionSubclass
 def name_of(func: Callable[..., Any]) -> str:
     """What the user called, for messages: the attribute for its getter, else the function."""
     attribute = getattr(func, "__self__", None)
-    return str(getattr(attribute if attribute is not None else func, "__name__", func))
+    is_getter = attribute is not None and not isinstance(attribute, ModuleType)
+    return str(getattr(attribute if is_getter else func, "__name__", func))
 
 
 class Owner(Protocol):
@@ -127,6 +129,13 @@ class ReleasedParameter(nn.Parameter):
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("parameters become ReleasedParameter by being released; there is nothing to construct")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ReleasedParameterError(
+            f"{owner_of(self).describe(self)} cannot be copied while its values rest in shards. Copy the model before "
+            "onefold.shard (for an average of the weights, say), or copy weights inside "
+            "`with onefold.gathered(model):`"
+        )
 
     @classmethod
     def __torch_function__(

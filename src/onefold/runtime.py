@@ -28,6 +28,7 @@ from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
+from onefold.streams import Ticket
 from onefold.unit import Flat, PartUnit, Unit, Use
 
 
@@ -63,12 +64,14 @@ class Runtime:
         meeting: Meeting,
         reducer: Reducer,
         prefetch_bytes: int,
+        mark: Callable[[], Ticket],
         is_scaled: Callable[[], bool],
     ) -> None:
         self.units = tuple(units)
         self._rank = meeting.rank
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
+        self.mark = mark
         self._is_scaled = is_scaled
         self._flats = {
             flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats
@@ -179,7 +182,7 @@ class Runtime:
         """Gather released parameters that `func` is about to read, if a pass of the model is running."""
         for param in params:
             unit, _, _ = self.locate(param)
-            if self.schedule.phase is None:
+            if self.schedule.phase is None and not unit.is_gathered:
                 raise ReleasedParameterError(
                     f"{self.describe(param)} is not gathered: its values rest in shards, "
                     f"so {name_of(func)} cannot read it here. Use it inside the model's "
@@ -190,6 +193,11 @@ class Runtime:
     def locate(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
         """The unit, flat buffer and slot of a parameter."""
         return self._places[id(param)]
+
+    def finish_updates(self) -> None:
+        """Wait for every update that is under way. See [Note: The gated step]."""
+        for unit in self.units:
+            unit.finish_update()
 
     def manages(self, param: nn.Parameter) -> bool:
         """Whether the parameter belongs to a unit."""
@@ -262,6 +270,7 @@ class Runtime:
                 'dict or dataclass, or use Precision(params="bf16"), which needs no loss scale'
             )
         self._backward_open = True
+        self.finish_updates()
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
         has_met = self.schedule.begin(ACCUMULATING if self.reducer.accumulating else BACKWARD)
         self.reducer.begin(has_met)
@@ -299,7 +308,7 @@ class Runtime:
         while self.schedule.upcoming is not None:
             unit = self.units[self.schedule.upcoming]
             ahead += unit.nbytes
-            if unit.is_gathered or ahead > self.prefetch_bytes:
+            if unit.is_gathered or unit.is_updating or ahead > self.prefetch_bytes:
                 return
             self.schedule.issue_next()
 

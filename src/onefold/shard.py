@@ -1,6 +1,7 @@
 """Owns `shard`: the one place where a plan becomes structure."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -8,9 +9,10 @@ import torch
 from torch import nn
 
 from onefold.access import guard_state_dict
+from onefold.agree import check_agreement, together
 from onefold.build import Builder, kept_params
 from onefold.comm import Comm, connect, default_device, start
-from onefold.discover import UnitChoice, UnitSpec, discover
+from onefold.discover import UnitChoice, UnitSpec, discover, outside
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
@@ -47,9 +49,8 @@ def shard(
         units: what is gathered together - module classes, modules, or name patterns; None finds the repeated blocks.
         precision: number formats; None keeps the model's own dtypes.
         compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole).
-        prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means
-            one
-            largest unit, 0 none.
+        prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means as
+            many as the largest unit has, 0 none.
 
     Raises:
         ShardError: the model is already sharded, or holds a parameter that cannot be.
@@ -57,12 +58,13 @@ def shard(
     """
     precision = precision if precision is not None else Precision()
     _check(model, plan, precision)
+    _check_options(mesh, prefetch_bytes)
     target, compiler = _uncompiled(model)
     start()
     device = _device_of(target)
     comm = connect(device, mesh)
-    specs = discover(target, units)
-    _check_ranks_agree(comm, specs, plan)
+    specs = together(comm, lambda: discover(target, units))
+    check_agreement(comm, target, specs, plan, precision)
     session = _open_session(target, specs, plan, precision, comm, device, prefetch_bytes)
     session.attach(target)
     _install(target, specs, session, torch.compile if compile else compiler)
@@ -103,6 +105,7 @@ def _open_session(
             meeting,
             reducer,
             largest if prefetch_bytes is None else prefetch_bytes,
+            lanes.mark,
             lambda: scaler.scale != 1,
         ),
         reducer=reducer,
@@ -128,6 +131,15 @@ def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
         raise ShardError(f"{type(model).__name__} has no parameters to shard")
 
 
+def _check_options(mesh: Any, prefetch_bytes: int | None) -> None:
+    if prefetch_bytes is not None and (not isinstance(prefetch_bytes, int) or prefetch_bytes < 0):
+        raise ShardError(f"prefetch_bytes={prefetch_bytes!r}: give a number of bytes, 0 for none, or None")
+    if mesh is not None and not (hasattr(mesh, "ndim") and hasattr(mesh, "mesh")):
+        raise ShardError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh of one axis, or None for all ranks")
+    if torch.is_inference_mode_enabled():
+        raise ShardError("onefold.shard inside torch.inference_mode makes tensors that can never be trained; leave it")
+
+
 def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
     """The module inside a `torch.compile`d model, and its compiler: gathers must happen outside compiled code, so the
     units are compiled instead of the whole."""
@@ -149,23 +161,6 @@ def _device_of(model: nn.Module) -> torch.device:
     return accelerators[0] if accelerators else default_device()
 
 
-def _check_ranks_agree(comm: Comm, specs: Sequence[UnitSpec], plan: Plan) -> None:
-    """Raise on every rank if any rank's model or plan differs."""
-    mine = [str(plan)] + [
-        f"{name} {tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
-        for spec in specs
-        for name, param in spec.params
-    ]
-    for rank, theirs in enumerate(comm.exchange_objects(mine)):
-        for ours, other in zip(mine, theirs, strict=False):
-            if ours != other:
-                raise ShardError(f"models differ between ranks: rank {comm.rank} has {ours}, rank {rank} has {other}")
-        if len(mine) != len(theirs):
-            raise ShardError(
-                f"models differ between ranks: {len(mine)} parameters on rank {comm.rank}, {len(theirs)} on rank {rank}"
-            )
-
-
 def _build(
     model: nn.Module, specs: Sequence[UnitSpec], builder: Builder, device: torch.device, comm: Comm
 ) -> list[Unit]:
@@ -175,7 +170,7 @@ def _build(
     units = []
     for index, spec in enumerate(specs):
         if is_meta:
-            materialize(model, spec, specs, device, seed)
+            together(comm, partial(materialize, model, spec, specs, device, seed))
         units.append(builder.build(spec, index, kept))
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
@@ -199,5 +194,7 @@ def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session, comp
             if compiler is not None and (unit.index or len(specs) == 1):
                 module.forward = compiler(module.forward)
             ModuleHooks(session.runtime, unit, name, gate).install(module)
+    for name, module in outside(model, specs):  # an encoder, say, that is called by itself
+        ModuleHooks(session.runtime, session.runtime.units[0], name, gate).install(module)
     install_gradient_hooks(session.runtime, session.reducer)
     guard_state_dict(model, session)

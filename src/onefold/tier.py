@@ -7,6 +7,7 @@ the other side of a link, and counts what crosses it.
 
 import mmap
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import finalize
@@ -18,6 +19,7 @@ from torch import Tensor
 from onefold.errors import HostMemoryError, PlanError
 from onefold.plan import Placement, Tier
 from onefold.streams import Lanes, Ticket
+from onefold.worker import Worker
 
 
 class Storehouse(Protocol):
@@ -33,9 +35,12 @@ class Storehouse(Protocol):
         """
         ...
 
-    def fetch(self, resting: Tensor, into: Tensor | None = None) -> tuple[Tensor, Ticket]:
-        """The values of `resting` where the computation can read them (in `into`, if given), and when they are
-        there."""
+    def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
+        """The values of `resting` where the computation can read them, and when they are there."""
+        ...
+
+    def deliver(self, resting: Tensor, into: Tensor, after: Ticket) -> Ticket:
+        """Put the values of `resting` into `into`, memory of the computation, once `after` is done."""
         ...
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
@@ -45,6 +50,11 @@ class Storehouse(Protocol):
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         """The values of `tensor`, which the computation produced, where this tier's updates run; `tensor` itself if
         they can read it."""
+        ...
+
+    def run(self, update: Callable[[], None], then: Callable[[], None]) -> "Future[None] | None":
+        """Run an update of state that rests here: now, or beside the computation and then `then`. See
+        [Note: The gated step]."""
         ...
 
 
@@ -59,10 +69,11 @@ class Device:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def fetch(self, resting: Tensor, into: Tensor | None = None) -> tuple[Tensor, Ticket]:
-        if into is None or into.data_ptr() == resting.data_ptr():
-            return resting, Ticket()
-        return into.copy_(resting), Ticket()
+    def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
+        return resting, Ticket()
+
+    def deliver(self, resting: Tensor, into: Tensor, after: Ticket) -> Ticket:
+        return self.store(into, resting)
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         if changed.data_ptr() != resting.data_ptr():
@@ -71,6 +82,10 @@ class Device:
 
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         return tensor, Ticket()
+
+    def run(self, update: Callable[[], None], then: Callable[[], None]) -> "Future[None] | None":
+        update()
+        return None
 
 
 class Host:
@@ -87,6 +102,7 @@ class Host:
         self.up_bytes = 0
         self.down_bytes = 0
         self._lanes = lanes
+        self._worker = Worker(device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes, free = numel * dtype.itemsize, available_bytes()
@@ -99,10 +115,13 @@ class Host:
             return _pinned(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
-    def fetch(self, resting: Tensor, into: Tensor | None = None) -> tuple[Tensor, Ticket]:
-        target = torch.empty_like(resting, device=self.device) if into is None else into
+    def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
+        target = torch.empty_like(resting, device=self.device)
+        return target, self.deliver(resting, target, self._lanes.mark())
+
+    def deliver(self, resting: Tensor, into: Tensor, after: Ticket) -> Ticket:
         self.up_bytes += resting.nbytes
-        return target, self._lanes.up.run(_copy(target, resting), after=[self._lanes.mark()], keep=[target, resting])
+        return self._lanes.up.run(_copy(into, resting), after=[after], keep=[into, resting])
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         self.down_bytes += changed.nbytes
@@ -111,6 +130,13 @@ class Host:
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return here, self.store(here, tensor)
+
+    def run(self, update: Callable[[], None], then: Callable[[], None]) -> "Future[None] | None":
+        def job() -> None:
+            update()
+            then()
+
+        return self._worker.submit(job)
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:

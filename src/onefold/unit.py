@@ -11,6 +11,7 @@ needs a collective. The storage behind it may outlive a release as long as someb
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
@@ -68,6 +69,10 @@ class Flat:
     """When the latest copy of weights to the device is done: before, nobody reads there, nor writes where they rest."""
     checksum: Tensor | None = None
     """Of `weight` (0-dim, int64) when the twin last held the same."""
+    current: Ticket = field(default_factory=Ticket)
+    """When `weight` has the values of the latest update."""
+    update: "Future[None] | None" = None
+    """The update that is under way, see [Note: The gated step]."""
 
     @property
     def layout(self) -> Layout:
@@ -78,12 +83,26 @@ class Flat:
         """Whether updates write a twin of `weight`."""
         return self.trained is not None and self.trained.has_twin
 
-    def publish(self) -> None:
-        """After an update: bring the twin's values to `weight`."""
-        if self.trained is not None and self.has_twin:
-            _, self.arrival = self.trained.rest.fetch(self.trained.weight, into=self.weight)
-            self.arrival.wait()
+    def publish(self, lanes: Lanes, after: Ticket) -> Ticket:
+        """After an update: bring the twin's values to `weight`, once `after` is done."""
+        if self.trained is None or not self.has_twin:
+            return after
+        self.arrival = self.trained.rest.deliver(self.trained.weight, self.weight, after)
+
+        def watch() -> None:
             self.checksum = _checksum(self.weight)
+
+        return lanes.up.run(watch, keep=[self.weight])
+
+    def finish_update(self) -> None:
+        """Wait for the update that is under way; its exception is raised here."""
+        update, self.update = self.update, None
+        if update is not None:
+            update.result()
+
+    @property
+    def is_updating(self) -> bool:
+        return self.update is not None and not self.update.done()
 
     def written_since(self) -> Tensor | None:
         """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin."""
@@ -136,6 +155,8 @@ class Unit:
         self._comm = comm
         self._lanes = lanes
         self._tickets: list[Ticket] = []
+        self._params = [param for flat in self.flats for param in flat.params]
+        self._classes = [type(param) for param in self._params]
 
     @property
     def trained_flats(self) -> list[tuple[Flat, Trained]]:
@@ -157,6 +178,7 @@ class Unit:
 
     def wait(self) -> None:
         """Let the current stream read the gathered parameters."""
+        self.finish_update()
 
     def release(self) -> None:
         """Let go of the whole parameters."""
@@ -173,14 +195,50 @@ class Unit:
         return True
 
     def refresh(self) -> None:
-        """After an update of `weight`: bring every rank's part into the whole buffer."""
-        for flat, trained in self.trained_flats:
+        """After an update was made or started: bring every rank's part into the whole buffer, or hide it until then."""
+        for flat, _ in self.trained_flats:
             flat.version += 1
-            flat.publish()
-            if trained.numel < flat.layout.numel:
-                launch = partial(self._comm.all_gather, flat.buffer.whole, flat.weight)
-                self._tickets.append(self._lanes.gather.run(launch, after=[self._lanes.mark()]))
             torch.autograd.graph.increment_version(flat.params)
+            if flat.update is None:
+                self.spread(flat, self._lanes.mark())
+        if any(flat.update is not None for flat in self.flats):
+            self.is_used = False
+            self._hide()
+
+    def wait_refreshed(self) -> None:
+        """Let the current stream read what `refresh` brought, unless it is still to come."""
+        if self.is_used:
+            self.wait_tickets()
+
+    def spread(self, flat: Flat, after: Ticket) -> None:
+        """Once `after` is done: bring the updated values of one flat buffer to wherever they are read."""
+        ready = flat.publish(self._lanes, after)
+        if flat.weight.numel() < flat.layout.numel:
+            launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
+            ready = self._lanes.gather.run(launch, after=[ready])
+        self._tickets.append(ready)
+
+    def finish_update(self) -> None:
+        """Wait for updates that are under way, and let parameters be read again."""
+        for flat in self.flats:
+            flat.finish_update()
+        if not self.is_used:
+            self.wait_tickets()
+            self.is_used = True
+            self._show()
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the worker has not finished an update of it."""
+        return any(flat.is_updating for flat in self.flats)
+
+    def _hide(self) -> None:
+        for param in self._params:
+            param.__class__ = ReleasedParameter  # type: ignore[assignment]
+
+    def _show(self) -> None:
+        for param, cls in zip(self._params, self._classes, strict=True):
+            param.__class__ = cls
 
     def wait_tickets(self) -> None:
         """Order the current stream after every gather that was started."""
@@ -198,11 +256,10 @@ class PartUnit(Unit):
 
     def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
         super().__init__(name, index, flats, comm, lanes)
-        self._params = [param for flat in self.flats for param in flat.params]
-        self._classes = [type(param) for param in self._params]
         self._versions: list[int] = []
 
     def gather(self) -> None:
+        self.finish_update()
         for flat in self.flats:
             flat.buffer.grow()
         self._fill()
@@ -214,15 +271,14 @@ class PartUnit(Unit):
             shard, fetched = flat.rest.fetch(flat.weight)
             flat.arrival = fetched if flat.rest.tier != Tier.DEVICE else flat.arrival
             launch = partial(self._comm.all_gather, flat.buffer.whole, shard)
-            self._tickets.append(self._lanes.gather.run(launch, after=[fetched], keep=[shard]))
+            self._tickets.append(self._lanes.gather.run(launch, after=[fetched, flat.current], keep=[shard]))
 
     def wait(self) -> None:
         if self.is_used:
             return
         self.wait_tickets()
         self.is_used = True
-        for param, cls in zip(self._params, self._classes, strict=True):
-            param.__class__ = cls
+        self._show()
         self.keep_written()
 
     def keep_written(self) -> None:
@@ -239,8 +295,7 @@ class PartUnit(Unit):
         self.wait_tickets()
         self.is_gathered = self.is_used = False
         self.open_uses = set()
-        for param in self._params:
-            param.__class__ = ReleasedParameter  # type: ignore[assignment]
+        self._hide()
 
     def try_free(self) -> bool:
         freed = all([flat.buffer.shrink() for flat in self.flats])
@@ -250,10 +305,20 @@ class PartUnit(Unit):
     def refresh(self) -> None:
         for flat, _ in self.trained_flats:
             flat.version += 1
-            flat.publish()
+            if flat.update is None:
+                self.spread(flat, self._lanes.mark())
         self._lanes.order_gather()
         if self.is_gathered:  # a `gathered` context shows it
+            self.finish_update()
             self._fill()
+            self.wait_tickets()
+
+    def spread(self, flat: Flat, after: Ticket) -> None:
+        flat.current = flat.publish(self._lanes, after)
+
+    def finish_update(self) -> None:
+        for flat in self.flats:
+            flat.finish_update()
 
 
 def stand_in(flat: Flat, slot: int) -> ReducedGradient:

@@ -3,9 +3,9 @@
 Neighbouring parameters of one group at the same step form one run, so a rule sees few long tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -27,9 +27,11 @@ class FlatUpdate(Protocol):
     """Updates one flat buffer."""
 
     flat: Flat
+    unit_index: int
 
-    def apply(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
-        """Update the parameters in `active`; gradients are first multiplied by `factors`, one after another."""
+    def prepare(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> Callable[[], None] | None:
+        """What updates the parameters in `active`, with everything it depends on as it is now; None: there is nothing
+        to do. Gradients are first multiplied by `factors`, one after another."""
         ...
 
     def squares(self) -> Tensor:
@@ -54,6 +56,9 @@ class FlatUpdate(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+_Slice = tuple[slice, dict[str, Any], Group]
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     start: int
@@ -62,7 +67,10 @@ class _Run:
     step: int
 
 
-class _Update:
+Work = TypeVar("Work")
+
+
+class _Update(Generic[Work]):
     """What both kinds share: loading exact weights and gradients, and storing the weights again."""
 
     def __init__(self, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
@@ -73,33 +81,47 @@ class _Update:
         self._trained: Trained = trained
         self._slots = slots
         self._mine = {slot for slot, group in enumerate(groups) if group is not None}
+        self.unit_index = key[0]
         self._key = key
         self._groups = groups
         self._dtype = exact_dtype(slots.flat.weight.dtype)
         self._pieces = slots.flat.layout.pieces_between(trained.start, trained.start + trained.numel)
 
-    def apply(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
+    def prepare(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> Callable[[], None] | None:
         slots = {slot for slot, group in enumerate(self._groups) if group is not None and (*self._key, slot) in active}
         if not slots or self._trained.gradients.reduced is None:
-            return
-        self.flat.arrival.wait_on_host()
-        self._apply(slots, self._trained.gradients.updated_at(self._trained.rest), factors)
+            return None
+        work = self._plan(slots)
+        reduced, ticket = self._trained.gradients.updated_at(self._trained.rest)
 
-    def _apply(self, slots: set[int], reduced: Tensor, factors: Sequence[float]) -> None:
+        def update() -> None:
+            ticket.wait_on_host()
+            self.flat.arrival.wait_on_host()
+            self._apply(work, reduced, factors)
+
+        return update
+
+    def _plan(self, slots: set[int]) -> list[Work]:
+        """What to do to these slots, with all that may change before it is done."""
+        raise NotImplementedError
+
+    def _apply(self, work: list[Work], reduced: Tensor, factors: Sequence[float]) -> None:
         master = self._trained.master.load()
         grad = reduced.to(self._dtype, copy=True)
         for factor in factors:
             grad.mul_(factor)
-        self._update(master, grad, slots)
+        self._update(master, grad, work)
         self._trained.master.store(master)
 
     def squares(self) -> Tensor:
         return self._trained.gradients.squares_of(self._mine)
 
     def drop_gradients(self) -> None:
+        if len(self._mine) < len(self.flat.params):  # memory that an update may be reading is written, not let go of
+            self.flat.finish_update()
         self._slots.drop(self._mine)
 
-    def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
+    def _update(self, master: Tensor, grad: Tensor, work: list[Work]) -> None:
         raise NotImplementedError
 
     def _group(self, slot: int) -> Group:
@@ -119,7 +141,7 @@ class _Update:
             mine.copy_(theirs)
 
 
-class RuleUpdate(_Update):
+class RuleUpdate(_Update[_Run]):
     """Runs one of Onefold's rules over long runs, with flat state."""
 
     def __init__(self, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
@@ -152,18 +174,20 @@ class RuleUpdate(_Update):
             tensor.copy_(state["state"][name])
         self._load_master(state["master"])
 
-    def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
-        for run in self._runs(slots):
+    def _update(self, master: Tensor, grad: Tensor, work: list[_Run]) -> None:
+        for run in work:
             part = slice(run.start, run.stop)
             self._rule.update(master[part], grad[part], self._state_of(run), run.group, run.step)
 
     def _state_of(self, run: _Run) -> dict[str, Tensor]:
         return {name: self._state[name][run.start : run.stop] for name in self._rule.state_names(run.group)}
 
-    def _runs(self, slots: set[int]) -> Iterator[_Run]:
-        """The runs that take their next step now."""
+    def _plan(self, slots: set[int]) -> list[_Run]:
         for slot in slots:
             self._steps[slot] += 1
+        return [replace(run, group=_settled(run.group)) for run in self._runs(slots)]
+
+    def _runs(self, slots: set[int]) -> Iterator[_Run]:
         run: _Run | None = None
         previous: Piece | None = None
         for piece in self._pieces:
@@ -190,9 +214,9 @@ class HostUpdate(RuleUpdate):
         super().__init__(rule, slots, key, groups)
         self._kernel = kernel
 
-    def _apply(self, slots: set[int], reduced: Tensor, factors: Sequence[float]) -> None:
+    def _apply(self, work: list[_Run], reduced: Tensor, factors: Sequence[float]) -> None:
         weight, held = self._trained.weight, self._trained.master.held()
-        for run in self._runs(slots):
+        for run in work:
             part = slice(run.start, run.stop)
             self._kernel.update(
                 native.Run(
@@ -205,7 +229,7 @@ class HostUpdate(RuleUpdate):
             )
 
 
-class SliceUpdate(_Update):
+class SliceUpdate(_Update[_Slice]):
     """Runs a torch.optim class over each parameter's slice, with the class's own state."""
 
     def __init__(self, rule: TorchRule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
@@ -229,8 +253,18 @@ class SliceUpdate(_Update):
         self._states = [dict(saved) for saved in state["states"]]
         self._load_master(state["master"])
 
-    def _update(self, master: Tensor, grad: Tensor, slots: set[int]) -> None:
-        for piece, state in zip(self._pieces, self._states, strict=True):
-            if piece.slot in slots:
-                part = slice(piece.start, piece.stop)
-                self._rule.update_slice(master[part], grad[part], state, self._group(piece.slot))
+    def _plan(self, slots: set[int]) -> list[_Slice]:
+        return [
+            (slice(piece.start, piece.stop), state, _settled(self._group(piece.slot)))
+            for piece, state in zip(self._pieces, self._states, strict=True)
+            if piece.slot in slots
+        ]
+
+    def _update(self, master: Tensor, grad: Tensor, work: list[_Slice]) -> None:
+        for part, state, group in work:
+            self._rule.update_slice(master[part], grad[part], state, group)
+
+
+def _settled(group: Group) -> Group:
+    """The hyper-parameters as they are now: a schedule may change them before the update is made."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

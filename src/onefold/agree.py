@@ -1,0 +1,69 @@
+"""Owns the proof that all ranks were asked for the same thing, before anything is built.
+
+Each rank describes what it was given, or what is wrong with it, in lines; ranks exchange them once. So a rank that
+refuses a model does not leave the others waiting, and ranks whose models or settings differ all raise.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from onefold.comm import Comm
+from onefold.discover import UnitSpec
+from onefold.dtypes import Precision
+from onefold.errors import OnefoldError, ShardError
+from onefold.plan import Plan
+
+Result = TypeVar("Result")
+
+
+def together(comm: Comm, attempt: Callable[[], Result]) -> Result:
+    """What `attempt` returns, unless it fails on any rank.
+
+    Raises:
+        OnefoldError: the attempt's own, on the rank where it failed; a ShardError naming that rank on the others.
+    """
+    result: Result | None = None
+    problem: OnefoldError | None = None
+    try:
+        result = attempt()
+    except OnefoldError as error:
+        problem = error
+    stories = comm.exchange_objects(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    failed = next((rank for rank, story in enumerate(stories) if story is not None), None)
+    if failed is not None:
+        raise ShardError(f"rank {failed} refused its model, so rank {comm.rank} stops too: {stories[failed]}")
+    return result  # type: ignore[return-value]
+
+
+def check_agreement(comm: Comm, model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, precision: Precision) -> None:
+    """Raise on every rank if any rank's plan, precision, units, parameters or buffers differ.
+
+    Raises:
+        ShardError: naming the first difference and the ranks.
+    """
+    mine = [str(plan), str(precision), *(f"a unit {spec.name or '(root)'!r}" for spec in specs)]
+    for spec in specs:
+        for name, param in spec.params:
+            mine.append(
+                f"{name} {tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+                f"{' on meta' if param.is_meta else ''}"
+            )
+    for name, buffer in model.named_buffers():
+        mine.append(f"a buffer {name} {tuple(buffer.shape)} {buffer.dtype}{' on meta' if buffer.is_meta else ''}")
+    for rank, theirs in enumerate(comm.exchange_objects(mine)):
+        for ours, other in zip(mine, theirs, strict=False):
+            if ours != other:
+                raise ShardError(
+                    f"models or settings differ between ranks: rank {comm.rank} has {ours}, rank {rank} has {other}"
+                )
+        if len(mine) != len(theirs):
+            longer, rest = (comm.rank, mine) if len(mine) > len(theirs) else (rank, theirs)
+            extra = rest[min(len(mine), len(theirs))]
+            shorter = rank if longer == comm.rank else comm.rank
+            raise ShardError(
+                f"models differ between ranks: rank {longer} has {extra}, where the parameters of rank {shorter} end"
+            )

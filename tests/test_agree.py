@@ -1,0 +1,142 @@
+"""Promise: ranks that were asked for different things are told so, all of them, before or at the first step."""
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold import Precision
+from onefold.errors import OnefoldError
+from onefold.plan import NAMED_PLANS
+from ranks import Block, Stack, build, every_plan
+
+PATIENCE_S = 30.0
+
+
+class Counting(Stack):
+    def __init__(self, size):
+        super().__init__()
+        if size:
+            self.register_buffer("seen", torch.zeros(size))
+
+
+class Unfilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+
+class Filled(Unfilled):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+def complex_on_one(rank):
+    model = Stack()
+    if rank:
+        model.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    return model, {}
+
+
+def unborn_on_one(rank):
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4, 4), Unfilled() if rank else Filled()), {}
+
+
+def meta_on_one(rank):
+    with torch.device("meta" if rank else "cpu"):
+        return Stack(), {}
+
+
+def precision(**words):
+    return lambda rank: (Stack(), {"precision": Precision(**{key: pair[rank] for key, pair in words.items()})})
+
+
+SHARDED = {
+    "other units": (lambda rank: (Stack(), {"units": [Block] if rank else [nn.Linear]}), "unit"),
+    "more units": (lambda rank: (Stack(), {"units": ["blocks.0", *["blocks.1"] * rank]}), "unit"),
+    "other precision": (precision(params=("bf16", "fp32")), "Precision"),
+    "other reduction": (precision(params=("bf16", "bf16"), reduce=("fp32", None)), "reduce"),
+    "other masters": (precision(params=("bf16", "bf16"), master=("fp32", "split")), "master"),
+    "other loss scale": (precision(params=("fp16", "fp16"), loss_scale=(1024.0, 512.0)), "loss_scale"),
+    "a buffer more": (lambda rank: (Counting(3 * rank), {}), "seen"),
+    "a longer buffer": (lambda rank: (Counting(3 + rank), {}), "seen"),
+    "a complex parameter": (complex_on_one, "'phase'"),
+    "no initializer": (unborn_on_one, "Unfilled"),
+    "meta": (meta_on_one, "on meta"),
+}
+
+
+def sharded_differently(rank, num_ranks, name, plan):
+    model, options = SHARDED[name][0](rank)
+    try:
+        onefold.shard(model, NAMED_PLANS[plan], **options)
+    except OnefoldError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_differs_in_shard_is_named_on_every_rank(ranks, name, plan):
+    for message in ranks(2).run(sharded_differently, name, plan, timeout_s=PATIENCE_S):
+        assert message is not None
+        assert SHARDED[name][1] in message
+
+
+STEPPED = {
+    "clipping": lambda model, rank: onefold.AdamW(model, max_grad_norm=0.1 if rank else None),
+    "learning rate": lambda model, rank: onefold.AdamW(model, lr=0.1 + rank),
+    "rule": lambda model, rank: onefold.AdamW(model) if rank else onefold.Adam(model),
+    "weight decay": lambda model, rank: onefold.AdamW(model, no_decay=["*.bias"] if rank else []),
+}
+
+
+def stepped_differently(rank, num_ranks, name, plan):
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = STEPPED[name](model, rank)
+    model(torch.ones(3, 4)).square().mean().backward()
+    try:
+        optimizer.step()
+    except OnefoldError as error:
+        return str(error)
+    return None
+
+
+@every_plan
+@pytest.mark.parametrize("name", STEPPED)
+def test_optimizers_that_differ_are_an_error_on_every_rank(ranks, name, plan):
+    for rank, message in enumerate(ranks(2).run(stepped_differently, name, plan, timeout_s=PATIENCE_S)):
+        assert message is not None
+        assert "optimizers differ" in message
+        assert f"rank {rank}" in message
+
+
+# --- options that mean nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"units": [3]}, "units=3"),
+        ({"units": 3}, "units=3"),
+        ({"prefetch_bytes": -1}, "prefetch_bytes=-1"),
+        ({"prefetch_bytes": "1GB"}, "prefetch_bytes='1GB'"),
+        ({"mesh": "x"}, "mesh='x'"),
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_are_refused(options, word):
+    with pytest.raises(OnefoldError, match=word):
+        onefold.shard(Stack(), onefold.ZERO_3, **options)
+
+
+@pytest.mark.parametrize("units", [nn.Linear, "blocks.*"], ids=str)
+def test_one_unit_choice_needs_no_list(units):
+    model = onefold.shard(build(Stack), onefold.ZERO_3, units=units)
+    model(torch.ones(3, 4)).sum().backward()
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(OnefoldError, match="inference_mode"):
+        onefold.shard(Stack(), onefold.ZERO_1)
