@@ -70,14 +70,20 @@ def test_the_device_holds_two_bytes_a_parameter_and_the_host_fourteen():
     optimizer = onefold.AdamW(model, lr=1e-4, max_grad_norm=1.0)
     x = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
         model(x).float().square().mean().backward()
+        peak = torch.cuda.max_memory_allocated() - before
         optimizer.step()
         optimizer.zero_grad()
+    session_of(model, "the test").runtime.finish_updates()
     torch.cuda.synchronize()
     numel = onefold.predicted(model, optimizer).reduce_numel
     held = torch.cuda.memory_allocated() - before
     print(f"{held / numel:.3f} bytes a parameter on the device")
     assert held <= 1.02 * 2 * numel + 2**20
+    unit_bytes = 2 * numel / 12  # whole gradients on their way: as autograd made them, collected, reduced, leaving
+    print(f"peak in backward: {(peak - held) / unit_bytes:.2f} units above")
+    assert peak <= held + 8 * unit_bytes
     flats = [flat for unit in session_of(model, "the test").runtime.units for flat in unit.flats]
     tensors = [*optimizer.held(), *(flat.trained.gradients.keep.reserved for flat in flats)]
     assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in tensors)

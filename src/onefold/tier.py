@@ -21,6 +21,9 @@ from onefold.plan import Placement, Tier
 from onefold.streams import Lanes, Ticket
 from onefold.worker import Worker
 
+_MOST_LEAVING = 3
+"""Copies to the host that may be under way at once, each of one unit's gradients."""
+
 
 class Storehouse(Protocol):
     """A place where flat tensors rest."""
@@ -103,6 +106,7 @@ class Host:
         self.down_bytes = 0
         self._lanes = lanes
         self._worker = Worker(device)
+        self._leaving: list[Ticket] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes, free = numel * dtype.itemsize, available_bytes()
@@ -125,7 +129,18 @@ class Host:
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         self.down_bytes += changed.nbytes
-        return self._lanes.down.run(_copy(resting, changed), after=[self._lanes.mark()], keep=[resting, changed])
+        ticket = self._lanes.down.run(_copy(resting, changed), after=[self._lanes.mark()], keep=[resting, changed])
+        self._leaving.append(ticket)
+        self._let_go()
+        return ticket
+
+    def _let_go(self) -> None:
+        """Free device memory whose copy has left; what leaves never piles up."""
+        while self._leaving:
+            oldest = self._leaving[0]
+            if len(self._leaving) <= _MOST_LEAVING and oldest.is_done is not None and not oldest.is_done():
+                return
+            self._leaving.pop(0).wait_on_host()
 
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
