@@ -62,6 +62,9 @@ def test_two_gpus_agree_under_every_table(ranks, precision):
 
 @gpus(1)
 def test_the_device_holds_two_bytes_a_parameter_and_the_host_fourteen():
+    plain = torch.nn.Linear(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    plain(torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)).sum().backward()  # the libraries' workspaces
+    del plain
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model = Tower(2048, 12).bfloat16()
