@@ -197,7 +197,7 @@ DIFFERENT = {
     another_shape: "1.weight",
     another_name: "extra",
     another_dtype: "float64",
-    more_parameters: "parameters",
+    more_parameters: "a unit '2'",
     another_frozen: "1.weight",
     another_plan: "Plan",
 }

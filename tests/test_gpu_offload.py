@@ -84,9 +84,11 @@ def test_the_device_holds_two_bytes_a_parameter_and_the_host_fourteen():
     held = torch.cuda.memory_allocated() - before
     print(f"{held / numel:.3f} bytes a parameter on the device")
     assert held <= 1.02 * 2 * numel + 2**20
-    unit_bytes = 2 * numel / 12  # whole gradients on their way: as autograd made them, collected, reduced, leaving
+    # Whole gradients on their way: one unit's as autograd made them, three collected and being reduced, four leaving
+    # (reducer._IN_FLIGHT and tier._MOST_LEAVING, and the newest of each); and the root's small ones.
+    unit_bytes = 2 * numel / 12
     print(f"peak in backward: {(peak - held) / unit_bytes:.2f} units above")
-    assert peak <= held + 8 * unit_bytes
+    assert peak <= held + 8.5 * unit_bytes
     flats = [flat for unit in session_of(model, "the test").runtime.units for flat in unit.flats]
     tensors = [*optimizer.held(), *(flat.trained.gradients.keep.reserved for flat in flats)]
     assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in tensors)
