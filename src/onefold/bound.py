@@ -55,8 +55,9 @@ class Bound:
                 self._refuse(param, _REPLACED)
         added = next(self._added(), None)
         if added is not None:
+            name = next(name for name, param in self._model.named_parameters() if param is added)
             raise ShardError(
-                f"{added!r} came into the model after onefold.shard (a new module, an adapter, a replaced head) and "
+                f"{name!r} came into the model after onefold.shard (a new module, an adapter, a replaced head) and "
                 "would be trained by nobody; change the model first, then shard it, or freeze what was added"
             )
         with metadata_only():
@@ -75,11 +76,11 @@ class Bound:
         if thawed is not None:
             self._refuse(thawed, _THAWED)
 
-    def _added(self) -> Iterator[str]:
-        for name, module in self._model.named_modules():
-            for key, param in module._parameters.items():
+    def _added(self) -> Iterator[nn.Parameter]:
+        for module in self._model.modules():  # without names: this runs before every forward
+            for param in module._parameters.values():
                 if param is not None and id(param) not in self._managed and param.requires_grad:
-                    yield f"{name}.{key}".lstrip(".")
+                    yield param
 
     def _refuse(self, param: nn.Parameter, why: str) -> NoReturn:
         raise ShardError(f"{self._describe(param)} {why}")
