@@ -108,6 +108,15 @@ class _GroupComm:
         self.rank = dist.get_rank(self._data)
         self.num_ranks = len(ranks)
 
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        return self._gather(whole, shard, self._data)
+
+    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        return self._gather(whole, shard, self._refresh)
+
+    def _gather(self, whole: Tensor, shard: Tensor, group: Any) -> Finish | None:
+        raise NotImplementedError
+
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(_as_bytes(tensor), self._root, group=self._data)
 
@@ -134,11 +143,8 @@ class GlooComm(_GroupComm):
 
     backend = "gloo"
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data, async_op=True))
-
-    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=self._refresh, async_op=True))
+    def _gather(self, whole: Tensor, shard: Tensor, group: Any) -> Finish | None:
+        return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=group, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         parts = torch.empty_like(whole)
@@ -160,12 +166,8 @@ class NcclComm(_GroupComm):
 
     backend = "nccl"
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._data)
-        return None
-
-    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._refresh)
+    def _gather(self, whole: Tensor, shard: Tensor, group: Any) -> Finish | None:
+        _all_gather(_as_bytes(whole), _as_bytes(shard), group=group)
         return None
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:

@@ -51,10 +51,6 @@ class Keep(Protocol):
         """`kept` with the new mean added."""
         ...
 
-    def own(self, kept: Tensor) -> Tensor:
-        """The averaged range of this rank, [shard_numel], where it rests."""
-        ...
-
     def updated(self, kept: Tensor) -> Tensor:
         """The averaged gradients of the elements this rank updates."""
         ...
@@ -85,9 +81,6 @@ class PartKeep:
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         return own if kept is None else kept.add_(own)
-
-    def own(self, kept: Tensor) -> Tensor:
-        return kept
 
     def updated(self, kept: Tensor) -> Tensor:
         return kept
@@ -145,9 +138,6 @@ class WholeKeep:
             return local
         kept[self._range] += own
         return kept
-
-    def own(self, kept: Tensor) -> Tensor:
-        return kept[self._range]
 
     def updated(self, kept: Tensor) -> Tensor:
         return kept[self._range]

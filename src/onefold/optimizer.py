@@ -107,11 +107,14 @@ class Optimizer(torch.optim.Optimizer):
             session.reducer.rescale(self.loss_scale / scale)
         return loss
 
+    def _hyper_parameters(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
     def _settings(self) -> int:
         """Rule and hyper-parameters in one number, for ranks to compare."""
         groups = [
             [(key, float(value) if isinstance(value, Tensor) else value) for key, value in sorted(group.items())]
-            for group in ({k: v for k, v in each.items() if k != "params"} for each in self.param_groups)
+            for group in self._hyper_parameters()
         ]
         return crc32(repr((self._rule.name, self.max_grad_norm, groups)).encode())
 
@@ -156,11 +159,10 @@ class Optimizer(torch.optim.Optimizer):
         """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same
         plan."""
         self._session.runtime.finish_updates()
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {
             "layout": self._session.fingerprint,
             "updates": [update.state_dict() for update in self._updates],
-            "param_groups": groups,
+            "param_groups": self._hyper_parameters(),
             "scaler": self._session.scaler.state_dict(),
         }
 
