@@ -26,6 +26,14 @@ TABLES = {
     if plan.optim.farthest == Tier.HOST and Tier.DISK not in (*plan.params.tiers, *plan.grads.tiers)
 }
 NUM_TABLES = 7
+_PART, _HOST, _MIX = Placement(True), Placement(True, Tier.HOST), Placement(True, {Tier.DEVICE: 0.3, Tier.HOST: 0.7})
+MIXES = [
+    onefold.OFFLOAD.keeping(0.5),
+    onefold.OFFLOAD_3.keeping(0.6),
+    Plan(params=Placement(False), grads=_HOST, optim=_MIX),
+    Plan(params=_MIX, grads=_PART, optim=_HOST),
+]
+TABLES |= {str(plan): plan for plan in MIXES}
 every_table = pytest.mark.parametrize("table", TABLES)
 
 PRECISIONS = {
@@ -38,7 +46,8 @@ PRECISIONS = {
 
 
 def test_the_tables_are_all_of_device_and_host():
-    assert len(TABLES) == NUM_TABLES
+    assert len(TABLES) == NUM_TABLES + len(MIXES)
+    assert all(plan.optim.tiers != (Tier.DEVICE, Tier.HOST) for name, plan in list(TABLES.items())[:NUM_TABLES])
 
 
 class Tied(Stack):
@@ -99,11 +108,12 @@ def in_torch(rank, num_ranks, *arguments):
         module.host_kernel = compiled
 
 
-def differing(rank, num_ranks, base, runner, rule, precision, tolerance):
+def differing(rank, num_ranks, base, runner, rule, precision, tolerance, tables=tuple(TABLES)):
     """The tables that do not end as `base` does, and how."""
     want, want_norms = run(rank, num_ranks, base, rule, precision)
     wrong = {}
-    for name, table in TABLES.items():
+    for name in tables:
+        table = TABLES[name]
         got, norms = runner(rank, num_ranks, table, rule, precision)
         try:
             same(got, want, tolerance)
@@ -129,7 +139,8 @@ def test_torchs_kernel_equals_the_device_bit_for_bit(ranks, rule, precision):
 
 @rules_and_precisions
 def test_all_tables_equal_each_other_bit_for_bit(ranks, rule, precision):
-    arguments = differing, onefold.OFFLOAD, run, rule, PRECISIONS[precision], 0
+    tables = tuple(TABLES) if rule in ROOTLESS else tuple(TABLES)[:NUM_TABLES]  # in a mix both kernels take roots
+    arguments = differing, onefold.OFFLOAD, run, rule, PRECISIONS[precision], 0, tables
     assert ranks(2).run(*arguments, timeout_s=120.0) == [{}] * 2
 
 
@@ -172,6 +183,19 @@ def test_offload_moves_four_bytes_a_parameter(ranks, num_ranks):
         trained = predicted.reduce_numel // num_ranks
         assert (up, down) == (2 * trained, 2 * trained)
         assert predicted.device_bytes == predicted.params_bytes[Tier.DEVICE]
+
+
+@pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 0.75, 1])
+def test_a_mix_is_of_whole_units_those_of_the_next_forward_first_on_the_device(fraction):
+    model = onefold.shard(build(Stack), onefold.OFFLOAD.keeping(fraction))
+    units = session_of(model, "the test").runtime.units
+    tiers = [flat.trained.rest.tier for unit in units for flat in unit.flats]
+    sizes = [flat.layout.used_numel for unit in units for flat in unit.flats]
+    assert tiers == sorted(tiers)
+    kept = sum(size for size, tier in zip(sizes, tiers, strict=True) if tier == Tier.DEVICE)
+    assert kept <= fraction * sum(sizes)
+    if kept < sum(sizes):
+        assert kept + sizes[tiers.index(Tier.HOST)] > fraction * sum(sizes)
 
 
 # --- what users do between steps
@@ -243,7 +267,7 @@ def test_memory_that_is_not_there_is_an_error():
 
 def test_a_tier_that_is_not_built_is_named():
     part = Placement(True, Tier.DISK)
-    with pytest.raises(PlanError, match=r"DEVICE or on HOST"):
+    with pytest.raises(PlanError, match=r"DEVICE and on HOST"):
         onefold.shard(
             Stack(), Plan(params=Placement(True, Tier.DEVICE), grads=Placement(True, Tier.DEVICE), optim=part)
         )

@@ -74,7 +74,7 @@ class _Gathered:
     def enter(self) -> None:
         runtime = self._session.runtime
         runtime.settle()
-        runtime.finish_updates()
+        runtime.catch_up()
         active = self._session.reducer.flush()
         for unit in self._units:
             if not unit.is_gathered:
@@ -141,7 +141,11 @@ class _Gathered:
             changed = before != after
             exact[changed] = after[changed].to(exact.dtype)
             flat.trained.master.store(exact)
-        unit.refresh()
+        trained = [flat for flat, _ in unit.trained_flats]
+        for flat in trained:
+            unit.spread(flat, self._session.runtime.mark())
+        unit.refresh(trained)
+        unit.finish_update()
         unit.wait_tickets()
 
 
@@ -163,7 +167,7 @@ def guard_state_dict(model: nn.Module, session: Session) -> None:
         open_views.pop().leave()
 
     def before_save(*_: Any) -> None:
-        session.runtime.finish_updates()
+        session.runtime.catch_up()
         if any(not unit.is_gathered for unit in session.runtime.units):
             raise ReleasedParameterError(
                 "model.state_dict() needs whole parameters, but they rest in shards: call it inside "
@@ -204,5 +208,6 @@ def _spec(session: Session, unit: Unit, flat: Flat, optimizer: Optimizer) -> Fla
         layout=flat.layout,
         param_itemsize=flat.weight.element_size(),
         grad_itemsize=0 if trained is None else trained.gradients.dtype.itemsize,
+        num_grad_buffers=1 if trained is None else max(1, len(trained.gradients.keep.reserved)),
         optim_itemsize=0 if trained is None else trained.itemsize + optimizer.state_itemsize(flat),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from onefold.errors import PlanError
 from onefold.layout import Layout
+from onefold.mix import UnitBytes, unit_plans
 from onefold.plan import Placement, Plan, Tier
 
 _GIB = 2**30
@@ -24,17 +25,25 @@ class FlatSpec:
         grad_itemsize: bytes an element of the gradients as they are kept; 0 where the parameters are frozen.
         optim_itemsize: bytes an element of the optimizer state, master weights included; 0 where frozen. Adam on bf16:
             10 with a split master (2 + 4 + 4), 12 with a separate fp32 master (4 + 4 + 4).
+        num_grad_buffers: gradients that rest at once; 2 where updates are delayed.
     """
 
     layout: Layout
     param_itemsize: int
     grad_itemsize: int
     optim_itemsize: int
+    num_grad_buffers: int = 1
 
     @property
     def trainable(self) -> bool:
         """True when gradients exist, so something is reduced and updated."""
         return self.grad_itemsize > 0
+
+    @property
+    def unpadded(self) -> UnitBytes:
+        """Whole parameters and gradients without padding."""
+        numel = self.layout.numel - self.layout.padding_numel
+        return UnitBytes(params=numel * self.param_itemsize, grads=numel * self.grad_itemsize)
 
     @property
     def whole_params_bytes(self) -> int:
@@ -109,7 +118,7 @@ class Budget:
         """The budget of a model cut into units.
 
         Args:
-            plan: where each kind of state rests.
+            plan: where each kind of state rests; of a mixed tier each unit takes one, see [Note: A mix is of units].
             units: the flat buffers of each unit (a unit has several when dtypes differ or some parameters are frozen).
             forward_gathers: times each unit is gathered in one forward when params are partitioned; None means once.
             backward_gathers: the same for one backward.
@@ -120,28 +129,30 @@ class Budget:
         flats = [flat for unit in units for flat in unit]
         gathers = _gathers(len(units), forward_gathers, backward_gathers)
         whole = [sum(flat.whole_params_bytes for flat in unit) * plan.params.partitioned for unit in units]
-        trained = [flat for flat in flats if flat.trainable]
         used = [(flat, times) for unit, times in zip(units, gathers, strict=True) for flat in unit]
         gather_numel, reduce_numel = _wire_numel(
             plan,
-            trained=sum(flat.layout.numel for flat in trained),
+            trained=sum(flat.layout.numel for flat in flats if flat.trainable),
             fetched=sum(flat.layout.numel * times for flat, times in used),
         )
+        # [Note: A mix is of units]
+        plans = unit_plans(plan, [UnitBytes.of(flat.unpadded for flat in unit) for unit in units])
+        placed = [(each, flat) for each, unit in zip(plans, units, strict=True) for flat in unit]
         return cls(
-            params_bytes=_at_rest(plan.params, ((flat.layout, flat.param_itemsize) for flat in flats)),
-            grads_bytes=_at_rest(plan.grads, ((flat.layout, flat.grad_itemsize) for flat in flats)),
-            optim_bytes=_at_rest(plan.optim, ((flat.layout, flat.optim_itemsize) for flat in flats)),
+            params_bytes=_at_rest((each.params, flat.layout, flat.param_itemsize) for each, flat in placed),
+            grads_bytes=_at_rest(
+                (each.grads, flat.layout, flat.grad_itemsize * flat.num_grad_buffers) for each, flat in placed
+            ),
+            optim_bytes=_at_rest((each.optim, flat.layout, flat.optim_itemsize) for each, flat in placed),
             gather_numel=gather_numel,
             reduce_numel=reduce_numel,
             padding_numel=sum(flat.layout.padding_numel for flat in flats),
             root_unit_bytes=sum(whole[root : root + 1]),
             largest_unit_bytes=max((size for index, size in enumerate(whole) if index != root), default=0),
             all_units_bytes=sum(whole),
-            link_bytes=_link_bytes(
-                plan,
-                grads=sum(flat.shard_grads_bytes for flat in trained),
-                refreshed=sum(flat.shard_params_bytes for flat in trained),
-                fetched=sum(flat.shard_params_bytes * times for flat, times in used),
+            link_bytes=sum(
+                _link_bytes(each, flat.shard_grads_bytes, flat.shard_params_bytes, times)
+                for (each, flat), (_, times) in zip(placed, used, strict=True)
             ),
         )
 
@@ -171,14 +182,13 @@ class Budget:
             return -(-numel * itemsize // (num_ranks if partitioned else 1))
 
         gather_numel, reduce_numel = _wire_numel(plan, trained=numel, fetched=2 * numel)
-        shard = share(param_itemsize)
         return cls(
             params_bytes=split_bytes(plan.params, share(param_itemsize, plan.params.partitioned)),
             grads_bytes=split_bytes(plan.grads, share(grad_itemsize, plan.grads.partitioned)),
             optim_bytes=split_bytes(plan.optim, share(optim_itemsize, plan.optim.partitioned)),
             gather_numel=gather_numel,
             reduce_numel=reduce_numel,
-            link_bytes=_link_bytes(plan, grads=share(grad_itemsize), refreshed=shard, fetched=2 * shard),
+            link_bytes=_link_bytes(plan, share(grad_itemsize), share(param_itemsize), 2),
         )
 
     @property
@@ -289,11 +299,12 @@ def split_bytes(placement: Placement, nbytes: int) -> dict[Tier, int]:
     return parts
 
 
-def _at_rest(placement: Placement, sizes: Iterable[tuple[Layout, int]]) -> dict[Tier, int]:
-    """Bytes one rank keeps by tier, given the layout and the bytes an element of each flat buffer."""
-    if placement.partitioned:
-        return split_bytes(placement, sum(layout.shard_numel * itemsize for layout, itemsize in sizes))
-    return split_bytes(placement, sum(layout.numel * itemsize for layout, itemsize in sizes))
+def _at_rest(parts: Iterable[tuple[Placement, Layout, int]]) -> dict[Tier, int]:
+    """Bytes one rank keeps by tier, given each flat buffer's single-tier placement, layout and bytes an element."""
+    held = dict.fromkeys(Tier, 0)
+    for placement, layout, itemsize in parts:
+        held[placement.farthest] += (layout.shard_numel if placement.partitioned else layout.numel) * itemsize
+    return held
 
 
 def _gathers(num_units: int, *passes: Sequence[int] | None) -> list[int]:
@@ -315,7 +326,7 @@ def _wire_numel(plan: Plan, *, trained: int, fetched: int) -> tuple[int, int]:
     return (fetched if plan.params.partitioned else refreshed), reduced
 
 
-def _link_bytes(plan: Plan, *, grads: int, refreshed: int, fetched: int) -> int:
+def _link_bytes(plan: Plan, grads: int, params: int, num_gathers: int) -> int:
     """Bytes over one rank's host link in one step of one micro-batch, both ways together (ZeRO-Offload, section 3).
 
     Optimizer state never crosses: the update runs where it rests (from disk: on the host). A gradient goes down where
@@ -323,8 +334,9 @@ def _link_bytes(plan: Plan, *, grads: int, refreshed: int, fetched: int) -> int:
     only the update that refreshes them is off it. Of mixed tiers, what the kind that keeps less on the device has there
     is taken to be within what the other has there.
 
-    The arguments are bytes of one rank's shard: gradients, parameters that are updated, and parameters fetched by all
-    gathers of the step together.
+    Args:
+        grads, params: bytes of one rank's shard; gradients 0 where nothing is trained.
+        num_gathers: gathers of the parameters in a step, if they are partitioned.
     """
 
     def off_device(placement: Placement, nbytes: int) -> int:
@@ -332,5 +344,5 @@ def _link_bytes(plan: Plan, *, grads: int, refreshed: int, fetched: int) -> int:
 
     grads_rest, grads_used = off_device(plan.grads, grads), off_device(plan.optim, grads)
     down_and_back = max(grads_rest, grads_used) + max(grads_rest - grads_used, 0)
-    refresh = abs(off_device(plan.optim, refreshed) - off_device(plan.params, refreshed))
-    return down_and_back + refresh + off_device(plan.params, fetched)
+    refresh = abs(off_device(plan.optim, params) - off_device(plan.params, params)) if grads else 0
+    return down_and_back + refresh + num_gathers * off_device(plan.params, params)

@@ -1,7 +1,7 @@
 """Owns the move of a model's parameters into flat buffers, unit by unit, so that the peak is one unit above the
 result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from onefold.discover import UnitSpec
 from onefold.dtypes import Precision, split
 from onefold.gradients import AwayKeep, Gradients, Keep, PartKeep, ReplicatedKeep, WholeKeep
 from onefold.layout import Layout
-from onefold.plan import Placement, Plan, Tier
+from onefold.mix import UnitBytes
+from onefold.plan import Plan, Tier
 from onefold.streams import Lanes
-from onefold.tier import Storehouse, storehouse
+from onefold.tier import Storehouse
 from onefold.unit import Flat, PartUnit, Trained, Unit
 
 
@@ -28,46 +29,66 @@ class _Kind:
     is_trained: bool
 
 
-class Builder:
-    """Builds units for one plan on one device."""
+class Rest:
+    """Where the state of one unit rests, by its single-tier plan."""
 
-    def __init__(self, plan: Plan, precision: Precision, device: torch.device, comm: Comm, lanes: Lanes) -> None:
+    def __init__(self, plan: Plan, houses: Mapping[Tier, Storehouse]) -> None:
+        self.params = houses[plan.params.farthest]
+        self.grads = houses[plan.grads.farthest]
+        self.optim = houses[plan.optim.farthest]
+        self.unit_type = PartUnit if plan.params.partitioned else Unit
+        self.keep_type: type[PartKeep | WholeKeep] = (
+            PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
+        )
+        self.is_weight_own = plan.params.partitioned
+        self.is_update_part = plan.optim.partitioned
+
+
+class Builder:
+    """Builds units on one device; `kept` are the ids of parameters whose dtype stays as it is."""
+
+    def __init__(
+        self,
+        precision: Precision,
+        device: torch.device,
+        comm: Comm,
+        lanes: Lanes,
+        houses: Mapping[Tier, Storehouse],
+        kept: Set[int],
+    ) -> None:
         self._precision = precision
         self._device = device
         self._comm = comm
         self._lanes = lanes
-        self.houses: dict[Tier, Storehouse] = {}
-        self._params = self._house(plan.params)
-        self._grads = self._house(plan.grads)
-        self._optim = self._house(plan.optim)
-        self._unit_type = PartUnit if plan.params.partitioned else Unit
-        self._keep_type: type[PartKeep | WholeKeep] = (
-            PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
-        )
-        self._is_weight_own = plan.params.partitioned
-        self._is_update_part = plan.optim.partitioned
+        self._houses = houses
+        self._kept = kept
 
-    def _house(self, placement: Placement) -> Storehouse:
-        house = storehouse(placement, self._device, self._lanes)
-        return self.houses.setdefault(house.tier, house)
+    def size(self, spec: UnitSpec) -> UnitBytes:
+        """What a unit will hold."""
+        return UnitBytes.of(self._param_bytes(param) for _, param in spec.params)
 
-    def build(self, spec: UnitSpec, index: int, kept: set[int]) -> Unit:
-        """Move the parameters of one unit. Rank 0's values are everyone's.
+    def _param_bytes(self, param: nn.Parameter) -> UnitBytes:
+        kind = self._kind(param)
+        grad_itemsize = self._precision.grad_dtype(kind.dtype).itemsize if kind.is_trained else 0
+        return UnitBytes(params=param.numel() * kind.dtype.itemsize, grads=param.numel() * grad_itemsize)
 
-        Args:
-            kept: ids of parameters whose dtype stays as it is.
-        """
+    def _kind(self, param: nn.Parameter) -> _Kind:
+        dtype = param.dtype if id(param) in self._kept else self._precision.param_dtype(param.dtype)
+        return _Kind(dtype, param.requires_grad)
+
+    def build(self, spec: UnitSpec, index: int, plan: Plan) -> Unit:
+        """Move the parameters of one unit to where its single-tier plan says. Rank 0's values are everyone's."""
         kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(spec.params, key=lambda item: item[1].dim() > 1):
-            dtype = param.dtype if id(param) in kept else self._precision.param_dtype(param.dtype)
-            kinds.setdefault(_Kind(dtype, param.requires_grad), []).append((name, param))
-        flats = [self._build_flat(kind, members) for kind, members in kinds.items()]
-        unit = self._unit_type(spec.name, index, flats, self._comm, self._lanes)
+            kinds.setdefault(self._kind(param), []).append((name, param))
+        rest = Rest(plan, self._houses)
+        flats = [self._build_flat(kind, members, rest) for kind, members in kinds.items()]
+        unit = rest.unit_type(spec.name, index, flats, self._comm, self._lanes)
         unit.release()
         unit.try_free()
         return unit
 
-    def _build_flat(self, kind: _Kind, members: Sequence[tuple[str, nn.Parameter]]) -> Flat:
+    def _build_flat(self, kind: _Kind, members: Sequence[tuple[str, nn.Parameter]], rest: Rest) -> Flat:
         names, params = tuple(name for name, _ in members), tuple(param for _, param in members)
         layout = Layout.pack([(name, tuple(param.shape)) for name, param in members], self._comm.num_ranks)
         source = self._source(layout, params)
@@ -76,31 +97,31 @@ class Builder:
         buffer.whole.copy_(split(source)[0] if is_split and source.dtype == torch.float32 else source)
         buffer.bind(params)
         own = slice(*layout.shard_range(self._comm.rank))
-        updated = own if self._is_update_part else slice(0, layout.numel)
+        updated = own if rest.is_update_part else slice(0, layout.numel)
         weight = buffer.whole[updated]
-        if self._is_weight_own:
-            weight = self._params.allocate(layout.shard_numel, kind.dtype)
+        if rest.is_weight_own:
+            weight = rest.params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
-        trained = self._train(layout, kind, weight, source[updated], updated.start) if kind.is_trained else None
+        trained = self._train(layout, kind, rest, weight, source[updated], updated.start) if kind.is_trained else None
         buffer.settle()
         self._lanes.order_gather()
-        flat = Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=self._params)
+        flat = Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=rest.params)
         if flat.has_twin:
             flat.publish(self._lanes, self._lanes.mark()).wait()
         return flat
 
-    def _train(self, layout: Layout, kind: _Kind, weight: Tensor, source: Tensor, start: int) -> Trained:
+    def _train(self, layout: Layout, kind: _Kind, rest: Rest, weight: Tensor, source: Tensor, start: int) -> Trained:
         """What a trained flat has beside its compute weights; `source` holds the exact values of `weight`."""
-        written, has_twin = weight, self._params.tier != self._optim.tier
+        written, has_twin = weight, rest.params.tier != rest.optim.tier
         if has_twin:
-            written = self._optim.allocate(weight.numel(), weight.dtype)
+            written = rest.optim.allocate(weight.numel(), weight.dtype)
             written.copy_(weight)
         return Trained(
-            master=self._master(written, source),
-            gradients=self._gradients(layout, kind),
+            master=self._master(written, source, rest.optim),
+            gradients=self._gradients(layout, kind, rest),
             start=start,
             numel=weight.numel(),
-            rest=self._optim,
+            rest=rest.optim,
             weight=written,
             has_twin=has_twin,
         )
@@ -112,25 +133,25 @@ class Builder:
         self._comm.broadcast(source)
         return source
 
-    def _master(self, weight: Tensor, source: Tensor) -> Master:
+    def _master(self, weight: Tensor, source: Tensor, house: Storehouse) -> Master:
         form = self._precision.master_form(weight.dtype)
         if form == "own":
             return OwnMaster(weight)
         if form == "split":
-            low = self._optim.allocate(weight.numel(), torch.int16)
+            low = house.allocate(weight.numel(), torch.int16)
             if source.dtype == torch.float32:
                 low.copy_(split(source)[1])
             return SplitMaster(weight, low)
-        copy = self._optim.allocate(weight.numel(), torch.float32)
+        copy = house.allocate(weight.numel(), torch.float32)
         copy.copy_(source)
         return CopyMaster(weight, copy)
 
-    def _gradients(self, layout: Layout, kind: _Kind) -> Gradients:
+    def _gradients(self, layout: Layout, kind: _Kind, rest: Rest) -> Gradients:
         dtype = self._precision.grad_dtype(kind.dtype)
         keep: Keep = (
-            self._keep_type(layout, self._comm)
-            if self._grads.tier == Tier.DEVICE
-            else AwayKeep(layout, self._comm, dtype, self._grads)
+            rest.keep_type(layout, self._comm)
+            if rest.grads.tier == Tier.DEVICE
+            else AwayKeep(layout, self._comm, dtype, rest.grads)
         )
         return Gradients(layout, dtype, self._device, keep, self._comm)
 

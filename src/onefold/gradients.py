@@ -32,12 +32,22 @@ class Keep(Protocol):
     """Where they rest."""
     start: int
     """Index in the flat buffer of the first element that `kept` tensors hold."""
-    reserved: Tensor | None
+    reserved: Sequence[Tensor]
     """Memory that is held even while there is no gradient."""
+    lent: Ticket
+    """When an update that reads `kept` is done: before, nobody writes there."""
     left: Ticket
     """When `kept` can be read where it rests."""
     squares: Tensor | None
     """The sum of the squares of this rank's averaged range (0-dim, fp64), where it was taken as the range passed."""
+
+    def lend(self, until: Ticket) -> None:
+        """An update reads `kept` until then."""
+        ...
+
+    def add_buffer(self) -> None:
+        """Take memory so that another gradient can come while an update reads the last one."""
+        ...
 
     def target(self, local: Tensor) -> Tensor:
         """Where the mean of this rank's range goes, given `local` [numel]."""
@@ -64,13 +74,20 @@ class PartKeep:
     """Only this rank's shard is kept."""
 
     tier = Tier.DEVICE
-    reserved: Tensor | None = None
+    reserved: Sequence[Tensor] = ()
     left = Ticket()  # what is on the device can be read in the order of the computation
+    lent = Ticket()
     squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._layout = layout
         self.start = layout.shard_range(comm.rank)[0]
+
+    def lend(self, until: Ticket) -> None:
+        self.lent = until
+
+    def add_buffer(self) -> None:
+        """Updates off the device read a copy of what rests on it."""
 
     def target(self, local: Tensor) -> Tensor:
         numel = self._layout.shard_numel
@@ -97,17 +114,35 @@ class AwayKeep(PartKeep):
         super().__init__(layout, comm)
         self.tier = rest.tier
         self._rest = rest
-        self._away = self.reserved = rest.allocate(layout.shard_numel, dtype)
+        self._dtype = dtype
+        self._buffers = [rest.allocate(layout.shard_numel, dtype)]
+        self._readers = [Ticket()]
+        self._filled = self._next = 0
+
+    @property
+    def reserved(self) -> Sequence[Tensor]:  # type: ignore[override]
+        return self._buffers
+
+    def add_buffer(self) -> None:
+        self._buffers.append(self._rest.allocate(self._layout.shard_numel, self._dtype))
+        self._readers.append(Ticket())
+
+    def lend(self, until: Ticket) -> None:
+        super().lend(until)
+        self._readers[self._filled] = until.copy()
+        self._next = (self._filled + 1) % len(self._buffers)
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         self.left.wait()
+        self._readers[self._next].wait()
         if kept is not None:
             before, ticket = self._rest.fetch(kept)
             ticket.wait()
             own += before
         self.squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
-        self.left = self._rest.store(self._away, own)
-        return self._away
+        self._filled = self._next
+        self.left = self._rest.store(self._buffers[self._filled], own)
+        return self._buffers[self._filled]
 
     def on_device(self, kept: Tensor) -> Tensor:
         here, ticket = self._rest.fetch(kept)
@@ -120,12 +155,19 @@ class WholeKeep:
 
     tier = Tier.DEVICE
     start = 0
-    reserved: Tensor | None = None
+    reserved: Sequence[Tensor] = ()
     left = Ticket()  # what is on the device can be read in the order of the computation
+    lent = Ticket()
     squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._range = slice(*layout.shard_range(comm.rank))
+
+    def lend(self, until: Ticket) -> None:
+        self.lent = until
+
+    def add_buffer(self) -> None:
+        """Updates off the device read a copy of what rests on it."""
 
     def target(self, local: Tensor) -> Tensor:
         return local[self._range]
@@ -233,6 +275,7 @@ class Gradients:
     def _open(self) -> None:
         """What is kept is about to be changed where it rests."""
         self.keep.left.wait_on_host()
+        self.keep.lent.wait()
         self.keep.squares = None
 
     def updated_at(self, rest: Storehouse) -> tuple[Tensor, Ticket]:
@@ -245,9 +288,9 @@ class Gradients:
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes held now, by tier."""
-        kept = self.keep.reserved if self.reduced is None else self.reduced
+        reserved = self.keep.reserved or (() if self.reduced is None else (self.reduced,))
         held = {Tier.DEVICE: 0 if self.local is None else self.local.nbytes}
-        held[self.keep.tier] = held.get(self.keep.tier, 0) + (0 if kept is None else kept.nbytes)
+        held[self.keep.tier] = held.get(self.keep.tier, 0) + sum(tensor.nbytes for tensor in reserved)
         return held
 
     def squares_of(self, slots: set[int]) -> Tensor:

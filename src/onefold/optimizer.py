@@ -6,7 +6,6 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -22,7 +21,7 @@ from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
-from onefold.unit import Flat
+from onefold.unit import Flat, Unit
 from onefold.update import FlatUpdate, HostUpdate, Key, RuleUpdate, SliceUpdate
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
@@ -38,6 +37,8 @@ class Optimizer(torch.optim.Optimizer):
         no_decay: names or fnmatch patterns of parameters (or a function of name and parameter) without weight decay.
         param_groups: groups as in torch.optim (each a dict with "params"); None means all trained parameters.
         max_grad_norm: clip the global L2 norm of the averaged, unscaled gradient to this; None does not clip.
+        delayed: let updates off the device take effect one step late, see [Note: The delayed update].
+        delay_after: so many updates are exact before.
 
     Attributes:
         grad_norm: that norm before clipping, of the last step (float; inf or nan where gradients overflowed).
@@ -56,6 +57,8 @@ class Optimizer(torch.optim.Optimizer):
         no_decay: NoDecay = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         max_grad_norm: float | None = None,
+        delayed: bool = False,
+        delay_after: int = 40,
     ) -> None:
         session = session_of(model, "an optimizer")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
@@ -70,8 +73,9 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups(model, session, no_decay, param_groups)
         super().__init__(groups, dict(rule.defaults()))
         self._updates = self._build_updates()
-        updated = {id(update.flat) for update in self._updates}
-        self._units = [unit for unit in session.runtime.units if any(id(flat) in updated for flat in unit.flats)]
+        self._work = self._arrange()
+        self._delay_after = self._allow_delay(delay_after) if delayed else None
+        self._num_updates = 0
 
     @property
     def loss_scale(self) -> float:
@@ -93,14 +97,14 @@ class Optimizer(torch.optim.Optimizer):
         session.runtime.settle()
         session.runtime.finish_updates()
         session.runtime.check_bound()
+        self._take_written()
+        session.runtime.catch_up()
         active = session.reducer.flush(self._settings())
         norm = self._global_norm()
         self.skipped = not norm < float("inf")
         self.grad_norm = norm
         if not self.skipped:
-            self._take_written()
-            factors = self._factors(norm)
-            self._update(active, factors)
+            self._update(active, self._factors(norm))
         scale = self.loss_scale
         session.scaler.update(self.skipped)
         if self.loss_scale != scale:
@@ -120,22 +124,37 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
         """Make the updates, or start them where they run beside the computation. See [Note: The gated step]."""
-        runtime = self._session.runtime
-        for update in self._updates:
-            compute, flat = update.prepare(active, factors), update.flat
-            if compute is not None and flat.trained is not None:
-                spread = partial(runtime.units[update.unit_index].spread, flat, runtime.mark())
-                flat.update = flat.trained.rest.run(compute, spread)
-        for unit in self._units:
-            unit.refresh()
-        for unit in self._units:
+        is_late = self._delay_after is not None and self._num_updates >= self._delay_after
+        self._num_updates += 1
+        for unit, updates in self._work:
+            started = []
+            for update in updates:
+                compute = update.prepare(active, factors)
+                if compute is None:
+                    continue
+                if is_late and update.flat.can_lag:
+                    unit.update_late(update.flat, compute)
+                else:
+                    unit.update(update.flat, compute)
+                    started.append(update.flat)
+            unit.refresh(started)
+        for unit, _ in self._work:
             unit.wait_refreshed()
 
     def _take_written(self) -> None:
-        """Let updates that run away from the device start from what the user wrote into whole parameters since."""
-        pairs = [(flat, flat.written_since()) for unit in self._units for flat in unit.flats]
+        """Let updates that run away from the device start from what the user wrote into whole parameters since.
+
+        Raises:
+            OptimizerError: an update of what was written is under way, and would be lost.
+        """
+        pairs = [(flat, flat.written_since()) for unit, _ in self._work for flat in unit.flats]
         flats, flags = [flat for flat, flag in pairs if flag is not None], [f for _, f in pairs if f is not None]
         for flat, is_written in zip(flats, torch.stack(flags).tolist() if flags else (), strict=True):
+            if is_written and flat.late is not None:
+                raise OptimizerError(
+                    f"parameters of {flat.names[0]!r}'s unit were written while their delayed update was under way; "
+                    "write inside `with onefold.gathered(model, write=True):`, which waits for it"
+                )
             if is_written:
                 flat.take_written()
 
@@ -158,12 +177,13 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same
         plan."""
-        self._session.runtime.finish_updates()
+        self._session.runtime.catch_up()
         return {
             "layout": self._session.fingerprint,
             "updates": [update.state_dict() for update in self._updates],
             "param_groups": self._hyper_parameters(),
             "scaler": self._session.scaler.state_dict(),
+            "num_updates": self._num_updates,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -178,12 +198,13 @@ class Optimizer(torch.optim.Optimizer):
                 f"{self._session.fingerprint}; a rank's own state loads only into the same rank, number of "
                 "ranks, plan and model"
             )
-        self._session.runtime.finish_updates()
+        self._session.runtime.catch_up()
         for update, saved in zip(self._updates, state_dict["updates"], strict=True):
             update.load_state_dict(saved)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
         self._session.scaler.load_state_dict(state_dict["scaler"])
+        self._num_updates = state_dict["num_updates"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_updates"):
@@ -201,6 +222,34 @@ class Optimizer(torch.optim.Optimizer):
                 if any(group is not None for group in groups):
                     updates.append(self._build_update(slots, (index, position), groups))
         return updates
+
+    def _arrange(self) -> list[tuple[Unit, list[FlatUpdate]]]:
+        """Updates by unit, those of the device first: what they bring to other ranks is on its way, in one order on all
+        ranks, before a worker starts to bring anything."""
+        by_unit: dict[int, list[FlatUpdate]] = {}
+        for update in self._updates:
+            by_unit.setdefault(update.unit_index, []).append(update)
+        work = [(self._session.runtime.units[index], updates) for index, updates in sorted(by_unit.items())]
+        return sorted(work, key=lambda item: max(update.tier for update in item[1]))
+
+    def _allow_delay(self, delay_after: int) -> int:
+        """Take what delayed updates need.
+
+        Raises:
+            OptimizerError: no update can be late, or `delay_after` is not a number of updates.
+        """
+        if not isinstance(delay_after, int) or delay_after < 0:
+            raise OptimizerError(f"delay_after={delay_after!r}: give the number of updates to make exactly first")
+        lagging = [update.flat for update in self._updates if update.flat.can_lag]
+        if not lagging:
+            raise OptimizerError(
+                f"delayed=True needs optimizer state that rests farther away than the weights (OFFLOAD), so that old "
+                f"weights can be used while new ones are made; under {self._session.plan} no update can be late"
+            )
+        for flat in lagging:
+            if flat.trained is not None:
+                flat.trained.gradients.keep.add_buffer()
+        return delay_after
 
     def _build_update(self, slots: Slots, key: Key, groups: Sequence[Mapping[str, Any] | None]) -> FlatUpdate:
         if isinstance(self._rule, TorchRule):

@@ -1,7 +1,7 @@
 """Owns the optimizers users name: each is `Optimizer` with one rule.
 
-All take, besides the hyper-parameters of the torch.optim class of the same name: `no_decay`, `param_groups` and
-`max_grad_norm` (see `Optimizer`).
+All take, besides the hyper-parameters of the torch.optim class of the same name: `no_decay`, `param_groups`,
+`max_grad_norm`, `delayed` and `delay_after` (see `Optimizer`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,8 @@ class Common(TypedDict, total=False):
     no_decay: NoDecay
     param_groups: Sequence[Mapping[str, Any]] | None
     max_grad_norm: float | None
+    delayed: bool
+    delay_after: int
 
 
 class AdamW(Optimizer):
@@ -130,14 +132,14 @@ class Elementwise(Optimizer):
 
     Args:
         cls: the class, such as torch.optim.Adamax; tried out first, and refused if it is not element-wise.
-        arguments: its keyword arguments, and `no_decay`, `param_groups`, `max_grad_norm`.
+        arguments: its keyword arguments, and those that every optimizer takes.
     Raises:
         OptimizerError: the class looks at more than single elements (Muon, Adafactor, LBFGS, ...); says why.
     """
 
     def __init__(self, model: nn.Module, cls: type[torch.optim.Optimizer], **arguments: Any) -> None:
         common: Common = {}
-        for key in ("no_decay", "param_groups", "max_grad_norm"):
+        for key in ("no_decay", "param_groups", "max_grad_norm", "delayed", "delay_after"):
             if key in arguments:
                 common[key] = arguments.pop(key)
         super().__init__(model, probe(cls, arguments).rule, **common)

@@ -42,13 +42,15 @@ class Placement:
     partitioned: bool
     fractions: tuple[tuple[Tier, Fraction], ...]
 
-    def __init__(self, partitioned: bool, tier: "Tier | Mapping[Tier, float]" = Tier.DEVICE) -> None:
-        mix = {tier: 1} if isinstance(tier, Tier) else dict(tier) if isinstance(tier, Mapping) else None
+    def __init__(self, partitioned: bool, tier: "Tier | Mapping[Tier, float | Fraction]" = Tier.DEVICE) -> None:
+        mix: Mapping[Tier, float | Fraction] = (
+            {tier: 1} if isinstance(tier, Tier) else dict(tier) if isinstance(tier, Mapping) else {}
+        )
         if not mix or not all(isinstance(key, Tier) for key in mix):
             raise PlanError(
                 f"a tier is one of {[t.name for t in Tier]} or a mapping of them to fractions, not {tier!r}"
             )
-        if not all(0 < value <= 1 for value in mix.values()) or abs(sum(mix.values()) - 1) > 1e-5:
+        if not all(0 < value <= 1 for value in mix.values()) or abs(float(sum(mix.values())) - 1) > 1e-5:
             raise PlanError(f"the fractions of a mixed tier are in (0, 1] and sum to 1, not {dict(mix)}")
         exact = {key: Fraction(value).limit_denominator(10**6) for key, value in sorted(mix.items())}
         object.__setattr__(self, "partitioned", bool(partitioned))
@@ -63,6 +65,19 @@ class Placement:
     def farthest(self) -> Tier:
         """The farthest tier that holds a part of this state."""
         return self.tiers[-1]
+
+    def keeping(self, fraction: "float | Fraction") -> "Placement":
+        """This placement with `fraction` of what rests off the device brought to the device.
+
+        Raises:
+            PlanError: `fraction` is not in [0, 1].
+        """
+        if not 0 <= fraction <= 1:
+            raise PlanError(f"the fraction to keep on the device is in [0, 1], not {fraction!r}")
+        kept = Fraction(fraction).limit_denominator(10**6)
+        mix: dict[Tier, Fraction] = {tier: part * (1 - kept) for tier, part in self.fractions if tier != Tier.DEVICE}
+        mix[Tier.DEVICE] = 1 - sum(mix.values(), Fraction())
+        return Placement(self.partitioned, {tier: part for tier, part in mix.items() if part})
 
     def __str__(self) -> str:
         where = " + ".join(t.name.lower() if f == 1 else f"{float(f):.0%} {t.name.lower()}" for t, f in self.fractions)
@@ -103,6 +118,15 @@ class Plan:
                 self._refuse(
                     2, f"move optim to {placement.farthest.name} too, or bring {kind} back to {optim.farthest.name}"
                 )
+
+    def keeping(self, fraction: "float | Fraction") -> "Plan":
+        """This plan with `fraction` of everything it keeps off the device on the device instead: `OFFLOAD.keeping(0.5)`
+        is halfway between OFFLOAD and ZERO_2.
+
+        Raises:
+            PlanError: `fraction` is not in [0, 1].
+        """
+        return Plan(*(placement.keeping(fraction) for placement in (self.params, self.grads, self.optim)))
 
     def _refuse(self, law: int, way_out: str) -> None:
         raise PlanError(f"{self} breaks {LAWS[law]}; {way_out}")

@@ -199,6 +199,14 @@ class Runtime:
         for unit in self.units:
             unit.finish_update()
 
+    def catch_up(self) -> None:
+        """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update]."""
+        self.finish_updates()
+        for unit in self.units:
+            unit.catch_up()
+        for unit in self.units:
+            unit.wait_refreshed()
+
     def manages(self, param: nn.Parameter) -> bool:
         """Whether the parameter belongs to a unit."""
         return id(param) in self._places

@@ -18,12 +18,14 @@ from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
 from onefold.meeting import Meeting
 from onefold.meta import has_meta, materialize
+from onefold.mix import unit_plans
 from onefold.plan import NAMED_PLANS, Plan
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
 from onefold.session import Session, is_sharded
 from onefold.streams import lanes_for, poll_oldest, wait_for_oldest
+from onefold.tier import storehouses
 from onefold.unit import Unit
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,8 +86,10 @@ def _open_session(
     prefetch_bytes: int | None,
 ) -> Session:
     lanes = lanes_for(device)
-    builder = Builder(plan, precision, device, comm, lanes)
-    built = _build(model, specs, builder, device, comm)
+    houses = storehouses(plan, device, lanes)
+    builder = Builder(precision, device, comm, lanes, houses, kept_params(model))
+    plans = unit_plans(plan, [builder.size(spec) for spec in specs])
+    built = _build(model, specs, plans, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
     # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
@@ -98,7 +102,7 @@ def _open_session(
         precision=precision,
         device=device,
         comm=comm,
-        houses=builder.houses,
+        houses=houses,
         runtime=Runtime(
             model,
             built,
@@ -162,16 +166,20 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _build(
-    model: nn.Module, specs: Sequence[UnitSpec], builder: Builder, device: torch.device, comm: Comm
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    plans: Sequence[Plan],
+    builder: Builder,
+    device: torch.device,
+    comm: Comm,
 ) -> list[Unit]:
-    kept = kept_params(model)
     seed = comm.exchange([torch.initial_seed() % 2**62])[0][0]
     is_meta = has_meta(model)
     units = []
-    for index, spec in enumerate(specs):
+    for index, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         if is_meta:
             together(comm, partial(materialize, model, spec, specs, device, seed))
-        units.append(builder.build(spec, index, kept))
+        units.append(builder.build(spec, index, plan))
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():

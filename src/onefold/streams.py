@@ -83,6 +83,15 @@ class Ticket:
         self.is_done = is_done
         """Tells without waiting whether the work is done; None where that cannot be told."""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether waiting would do anything."""
+        return self._finish is not None
+
+    def copy(self) -> "Ticket":
+        """Another ticket for the same work, for someone else to wait with; this one keeps things alive."""
+        return Ticket(self._finish, (), self.is_done, self._finish_on_host)
+
     def wait(self) -> None:
         """Order the current stream (on CPU: the caller) after the work, then let go of what was kept alive."""
         finish, self._finish = self._finish, None
@@ -133,6 +142,8 @@ class Lanes(Protocol):
 
     gather: Lane
     reduce: Lane
+    update: Lane
+    """Updates of state that rests on the device."""
     up: Lane
     """Copies from host memory."""
     down: Lane
@@ -174,6 +185,7 @@ class HostLanes:
     def __init__(self) -> None:
         self.gather: Lane = HostLane()
         self.reduce: Lane = HostLane()
+        self.update: Lane = HostLane()
         self.up: Lane = HostLane()
         self.down: Lane = HostLane()
 
@@ -211,12 +223,13 @@ class StreamLane:
 
 
 class StreamLanes:
-    """Lanes of a CUDA device: one stream each for gathers, reductions and the two ways over the host link."""
+    """Lanes of a CUDA device: one stream each for gathers, reductions, updates and the two ways over the host link."""
 
     def __init__(self, device: torch.device) -> None:
         gather = StreamLane(device)
         self.gather: Lane = gather
         self.reduce: Lane = StreamLane(device)
+        self.update: Lane = StreamLane(device)
         self.up: Lane = StreamLane(device)
         self.down: Lane = StreamLane(device)
         self._gather_stream = gather.stream

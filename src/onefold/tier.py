@@ -7,7 +7,6 @@ the other side of a link, and counts what crosses it.
 
 import mmap
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import finalize
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import HostMemoryError, PlanError
-from onefold.plan import Placement, Tier
+from onefold.plan import Plan, Tier
 from onefold.streams import Lanes, Ticket
 from onefold.worker import Worker
 
@@ -55,8 +54,9 @@ class Storehouse(Protocol):
         they can read it."""
         ...
 
-    def run(self, update: Callable[[], None], then: Callable[[], None]) -> "Future[None] | None":
-        """Run an update of state that rests here: now, or beside the computation and then `then`. See
+    def run(self, update: Callable[[], None], then: Callable[[Ticket], None]) -> Ticket:
+        """Run an update of state that rests here, after all computation queued so far, and beside what comes next where
+        that is possible; then `then`, with what orders the updated values. Returns when the update is done. See
         [Note: The gated step]."""
         ...
 
@@ -66,8 +66,9 @@ class Device:
 
     tier = Tier.DEVICE
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
         self.device = device
+        self._lanes = lanes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -86,9 +87,10 @@ class Device:
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         return tensor, Ticket()
 
-    def run(self, update: Callable[[], None], then: Callable[[], None]) -> "Future[None] | None":
-        update()
-        return None
+    def run(self, update: Callable[[], None], then: Callable[[Ticket], None]) -> Ticket:
+        done = self._lanes.update.run(update, after=[self._lanes.mark()], keep=[update])
+        then(done.copy())
+        return done
 
 
 class Host:
@@ -146,10 +148,12 @@ class Host:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return here, self.store(here, tensor)
 
-    def run(self, update: Callable[[], None], then: Callable[[], None]) -> "Future[None] | None":
+    def run(self, update: Callable[[], None], then: Callable[[Ticket], None]) -> Ticket:
+        mark = self._lanes.mark()
+
         def job() -> None:
             update()
-            then()
+            then(mark)
 
         return self._worker.submit(job)
 
@@ -194,17 +198,19 @@ def _unlock(runtime: Any, address: int, pages: mmap.mmap) -> None:
     runtime.cudaHostUnregister(address)
 
 
-def storehouse(placement: Placement, device: torch.device, lanes: Lanes) -> Storehouse:
-    """The storehouse a placement names.
+def storehouses(plan: Plan, device: torch.device, lanes: Lanes) -> dict[Tier, Storehouse]:
+    """A storehouse for each tier that a plan names.
 
     Raises:
         PlanError: this version has no such tier.
     """
-    if placement.tiers == (Tier.DEVICE,):
-        return Device(device)
-    if placement.tiers == (Tier.HOST,):
-        return Host(device, lanes)
-    raise PlanError(
-        f"this version of Onefold places each kind of state on DEVICE or on HOST as a whole, not on {placement}; "
-        "OFFLOAD and OFFLOAD_3 are the nearest plans that run"
-    )
+    tiers = {tier for placement in (plan.params, plan.grads, plan.optim) for tier in placement.tiers}
+    if Tier.DISK in tiers:
+        raise PlanError(
+            f"this version of Onefold places state on DEVICE and on HOST, not on DISK as {plan} does; OFFLOAD_3 is the "
+            "nearest plan that runs"
+        )
+    made: dict[Tier, Storehouse] = {Tier.DEVICE: Device(device, lanes)}
+    if Tier.HOST in tiers:
+        made[Tier.HOST] = Host(device, lanes)
+    return made

@@ -10,8 +10,7 @@ counted in `Flat.version` and checked where saved weights are unpacked.
 needs a collective. The storage behind it may outlive a release as long as somebody holds a view (buffer.py).
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
@@ -71,12 +70,19 @@ class Flat:
     """Of `weight` (0-dim, int64) when the twin last held the same."""
     current: Ticket = field(default_factory=Ticket)
     """When `weight` has the values of the latest update."""
-    update: "Future[None] | None" = None
-    """The update that is under way, see [Note: The gated step]."""
+    update: Ticket = field(default_factory=Ticket)
+    """When the latest update is done, see [Note: The gated step]."""
+    late: Ticket | None = None
+    """When an update is done whose weights nobody has seen yet, see [Note: The delayed update]."""
 
     @property
     def layout(self) -> Layout:
         return self.buffer.layout
+
+    @property
+    def can_lag(self) -> bool:
+        """Whether an update can be made while the weights of the one before are in use."""
+        return self.has_twin
 
     @property
     def has_twin(self) -> bool:
@@ -96,13 +102,11 @@ class Flat:
 
     def finish_update(self) -> None:
         """Wait for the update that is under way; its exception is raised here."""
-        update, self.update = self.update, None
-        if update is not None:
-            update.result()
+        self.update.wait()
 
     @property
     def is_updating(self) -> bool:
-        return self.update is not None and not self.update.done()
+        return self.update.is_pending and self.update.is_done is not None and not self.update.is_done()
 
     def written_since(self) -> Tensor | None:
         """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin."""
@@ -194,14 +198,34 @@ class Unit:
         """Give memory of released parameters back; False if somebody still holds views of it."""
         return True
 
-    def refresh(self) -> None:
-        """After an update was made or started: bring every rank's part into the whole buffer, or hide it until then."""
-        for flat, _ in self.trained_flats:
+    def update(self, flat: Flat, compute: Callable[[], None]) -> None:
+        """Start the update of one flat buffer, after which every rank's part comes to wherever it is read."""
+        if flat.trained is not None:
+            flat.update = flat.trained.rest.run(compute, partial(self.spread, flat))
+            flat.trained.gradients.keep.lend(flat.update.copy())
+
+    def update_late(self, flat: Flat, compute: Callable[[], None]) -> None:
+        """Start the update of one flat buffer, whose result is only seen after `catch_up`."""
+        if flat.trained is not None:
+            flat.late = flat.trained.rest.run(compute, lambda _: None)
+            flat.trained.gradients.keep.lend(flat.late.copy())
+
+    def catch_up(self) -> None:
+        """Wait for late updates, and let their results come to wherever they are read."""
+        caught = [flat for flat in self.flats if flat.late is not None]
+        for flat in caught:
+            late, flat.late = flat.late, None
+            if late is not None:
+                late.wait()
+            self.spread(flat, self._lanes.mark())
+        self.refresh(caught)
+
+    def refresh(self, flats: Collection[Flat]) -> None:
+        """The values of `flats` are being changed: hide them until they are there."""
+        for flat in flats:
             flat.version += 1
             torch.autograd.graph.increment_version(flat.params)
-            if flat.update is None:
-                self.spread(flat, self._lanes.mark())
-        if any(flat.update is not None for flat in self.flats):
+        if any(flat.update.is_pending or flat.arrival.is_pending for flat in flats):
             self.is_used = False
             self._hide()
 
@@ -302,11 +326,9 @@ class PartUnit(Unit):
         self._lanes.order_gather()
         return freed
 
-    def refresh(self) -> None:
-        for flat, _ in self.trained_flats:
+    def refresh(self, flats: Collection[Flat]) -> None:
+        for flat in flats:
             flat.version += 1
-            if flat.update is None:
-                self.spread(flat, self._lanes.mark())
         self._lanes.order_gather()
         if self.is_gathered:  # a `gathered` context shows it
             self.finish_update()

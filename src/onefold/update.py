@@ -14,6 +14,7 @@ from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule, probe
 from onefold.layout import Piece
 from onefold.native import Kernel
+from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.unit import Flat, Trained
@@ -28,6 +29,8 @@ class FlatUpdate(Protocol):
 
     flat: Flat
     unit_index: int
+    tier: Tier
+    """Where it runs."""
 
     def prepare(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> Callable[[], None] | None:
         """What updates the parameters in `active`, with everything it depends on as it is now; None: there is nothing
@@ -82,6 +85,7 @@ class _Update(Generic[Work]):
         self._slots = slots
         self._mine = {slot for slot, group in enumerate(groups) if group is not None}
         self.unit_index = key[0]
+        self.tier = trained.rest.tier
         self._key = key
         self._groups = groups
         self._dtype = exact_dtype(slots.flat.weight.dtype)
@@ -117,8 +121,6 @@ class _Update(Generic[Work]):
         return self._trained.gradients.squares_of(self._mine)
 
     def drop_gradients(self) -> None:
-        if len(self._mine) < len(self.flat.params):  # memory that an update may be reading is written, not let go of
-            self.flat.finish_update()
         self._slots.drop(self._mine)
 
     def _update(self, master: Tensor, grad: Tensor, work: list[Work]) -> None:

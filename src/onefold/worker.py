@@ -6,12 +6,21 @@ and hands it to one worker, unit by unit in forward order. It returns while the 
 update is under way is hidden: whoever needs it first - its forward, a gather, code that touches one of its parameters -
 waits for that unit alone. So nothing ever sees an old weight, and training is bit for bit what it would be if the step
 had waited. Whoever reads all state (`gathered`, `state_dict`, a second step, a backward) waits for all of it.
+
+[Note: The delayed update]
+ZeRO-Offload's one-step delayed parameter update (section 5.2 of the paper; off by default, since it changes what is
+computed): the update of step t runs beside forward and backward of step t + 1, which still use the weights of step
+t - 1. Its result is shown when step t + 1 starts to update, or earlier to whoever reads all state. It is written to the
+twin of the weights, and gradients of the next step go to a second buffer, so neither side sees a half-made value. State
+on the device is never late.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+from onefold.streams import Ticket
 
 
 class Worker:
@@ -21,9 +30,10 @@ class Worker:
         self._device = device
         self._pool = ThreadPoolExecutor(1, "onefold-update", self._begin)
 
-    def submit(self, job: Callable[[], None]) -> "Future[None]":
-        """Queue `job`; its exception is raised by the future's `result()`."""
-        return self._pool.submit(_without_grad, job)
+    def submit(self, job: Callable[[], None]) -> Ticket:
+        """Queue `job`; its exception is raised where the ticket is waited with."""
+        future = self._pool.submit(_without_grad, job)
+        return Ticket(lambda: future.result(), is_done=future.done)
 
     def _begin(self) -> None:
         if self._device.type == "cuda":
