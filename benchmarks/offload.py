@@ -1,22 +1,33 @@
 """Times a training step whose state rests in host memory against the computation alone, on one GPU.
 
-    python benchmarks/offload.py [--params 3.82] [--plans offload offload_3] [--steps 4] [--json FILE]
+    python benchmarks/offload.py [--params 3.82] [--plans offload offload_3] [--peers deepspeed fsdp2] [--steps 4]
+                                 [--peer-limit-s 240] [--device cuda] [--json FILE]
 
 A Llama-shaped model in bf16, 4 x 2048 tokens, full activation checkpointing, gradients clipped to 1. The limit is
 forward and backward of the plain model, without an optimizer, timed in the same run; practicality is limit / step.
-Steps include everything from one forward to the next; the first two are not counted. Prints a table, then one line of
-JSON with the machine's description. Needs transformers.
+Steps include everything from one forward to the next; the first two are not counted. Peers run in processes of their
+own (`offload_peers.py`), before Onefold takes host memory; one that is missing, killed or late gets a row that says so.
+Prints a table, then one line of JSON with the machine's description and every repetition. Needs transformers.
+`--device cpu --params 0.004` tries the program where no GPU is; its times mean nothing.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import platform
+import re
+import signal
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,13 +38,14 @@ import onefold
 from onefold.native import host_kernel
 from onefold.plan import NAMED_PLANS
 
-SIZES = {0.4: (1024, 24, 16), 3.82: (3072, 32, 24), 6.74: (4096, 32, 32), 13.0: (5120, 40, 40)}
-"""Billions of parameters: width, layers, heads."""
+SIZES = {0.004: (64, 2, 4), 0.4: (1024, 24, 16), 3.82: (3072, 32, 24), 6.74: (4096, 32, 32), 13.0: (5120, 40, 40)}
+"""Billions of parameters: width, layers, heads. The first only tries the program."""
 BATCH, CONTEXT, VOCABULARY = 4, 2048, 32000
 WARM_UP = 2
+PEERS = ("deepspeed", "deepspeed_3", "fsdp2")
 
 
-def make_model(size: float) -> nn.Module:
+def make_model(size: float, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers, heads = SIZES[size]
@@ -45,55 +57,63 @@ def make_model(size: float) -> nn.Module:
         vocab_size=VOCABULARY,
         max_position_embeddings=CONTEXT,
         use_cache=False,
-        dtype=torch.bfloat16,
+        dtype=dtype,
     )
-    model = LlamaForCausalLM(config).bfloat16()
+    model = LlamaForCausalLM(config).to(dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
-def batch(step: int) -> Tensor:
-    return torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=torch.Generator().manual_seed(step)).cuda()
+def batch(step: int, device: str) -> Tensor:
+    return torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=torch.Generator().manual_seed(step)).to(device)
 
 
-def timed(steps: int, once: Callable[[int], float]) -> tuple[float, list[float]]:
-    """Median seconds of a step, and the losses."""
-    seconds, losses = [], []
-    for step in range(WARM_UP + steps):
+def synchronize() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        start = time.perf_counter()
+
+
+def timed(steps: int, once: Callable[[int], float]) -> tuple[list[float], list[float]]:
+    """Seconds of each step that counts, and the losses of all. What a step leaves to other streams is in its time."""
+    seconds, losses = [], []
+    synchronize()
+    start = time.perf_counter()
+    for step in range(WARM_UP + steps):
         losses.append(once(step))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[WARM_UP:]), losses
+        synchronize()
+        end = time.perf_counter()
+        seconds.append(end - start)
+        start = end
+    return seconds[WARM_UP:], losses
 
 
-def limit(size: float, steps: int) -> float:
-    with torch.device("cuda"):
+def limit(size: float, steps: int, device: str) -> list[float]:
+    with torch.device(device):
         model = make_model(size)
 
     def once(step: int) -> float:
-        tokens = batch(step % 2)
+        tokens = batch(step % 2, device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         model.zero_grad()
-        torch.cuda.synchronize()
         return float(loss.detach())
 
     return timed(steps, once)[0]
 
 
-def offloaded(size: float, plan: str, steps: int) -> dict[str, Any]:
+def offloaded(size: float, plan: str, steps: int, device: str) -> dict[str, Any]:
     start = time.perf_counter()
     with torch.device("meta"):
         model = make_model(size)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = onefold.shard(model, NAMED_PLANS[plan], precision=onefold.Precision(params="bf16"))
     optimizer = onefold.AdamW(model, lr=1e-4, max_grad_norm=1.0)
     ready = time.perf_counter() - start
-    torch.cuda.reset_peak_memory_stats()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
 
     def once(step: int) -> float:
-        tokens = batch(step % 2)  # two batches, over and over: the loss has to fall
+        tokens = batch(step % 2, device)  # two batches, over and over: the loss has to fall
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -103,47 +123,139 @@ def offloaded(size: float, plan: str, steps: int) -> dict[str, Any]:
     seconds, losses = timed(steps, once)
     budget = onefold.predicted(model, optimizer)
     return {
+        "system": "onefold",
         "plan": plan,
-        "seconds": seconds,
+        "seconds": statistics.median(seconds),
+        "repetitions": seconds,
         "ready_seconds": ready,
         "losses": losses,
         "device_bytes": budget.device_bytes,
         "host_bytes": budget.tier_bytes[onefold.Tier.HOST],
         "link_bytes": budget.link_bytes,
-        "peak_device_bytes": torch.cuda.max_memory_allocated(),
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=3.82, choices=SIZES, help="billions of parameters")
-    parser.add_argument("--plans", nargs="+", default=["offload"], choices=["offload", "offload_3", "zero_3"])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", help="write the JSON here too")
-    words = parser.parse_args()
-    compute = limit(words.params, words.steps)
-    print(f"forward and backward alone: {compute:.3f} s", flush=True)
-    rows = []
-    for plan in words.plans:
-        gc.collect()
-        torch.cuda.empty_cache()
-        row = offloaded(words.params, plan, words.steps)
-        row["practicality"] = compute / row["seconds"]
-        rows.append(row)
-        device, host = row["peak_device_bytes"] / 2**30, row["host_bytes"] / 2**30
-        print(f"{plan:10} step {row['seconds']:.3f} s  practicality {row['practicality']:.3f}", flush=True)
-        print(f"{'':10} loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}, ready in {row['ready_seconds']:.0f} s")
-        print(f"{'':10} device peak {device:.1f} GiB, host {host:.1f} GiB", flush=True)
-    result = {
+def peer(name: str, words: argparse.Namespace) -> dict[str, Any]:
+    """The row of a peer. It runs in a process of its own: what it holds is given back, and if it dies it dies alone."""
+    script = Path(__file__).with_name("offload_peers.py")
+    options = ["--params", str(words.params), "--steps", str(words.steps), "--device", words.device]
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(script), name, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,  # compilers that it starts are stopped with it
+    )
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(words.peer_limit_s, stop)
+    timer.start()
+    row, last = None, "nothing"
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith('{"system"'):
+            row = json.loads(line)
+        elif line.strip():
+            last = line.strip()
+            if line.startswith(f"{name}: "):  # progress; what its libraries log is not shown
+                print(last, flush=True)
+    code = process.wait()
+    timer.cancel()
+    if row is not None:
+        return row
+    if late.is_set():
+        reason = f"stopped after {words.peer_limit_s:g} s"
+    elif code < 0:
+        reason = f"killed ({signal.Signals(-code).name})"
+    else:
+        reason = f"exit code {code}"
+    return {"system": name, "error": f"{reason}; it said last: {last}"}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers depend on."""
+
+    def release(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "from source" if package == "onefold" else "not installed"
+
+    def driver() -> str:
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            return "unknown"
+
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
         "date": datetime.now(UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cpu": platform.processor() or platform.machine(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "host_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "versions": {package: release(package) for package in ("torch", "transformers", "onefold", "deepspeed")},
         "kernel": host_kernel().name,
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    name = row.get("plan", row["system"])
+    if "error" in row:
+        print(f"{name:12} no time: {row['error']}", flush=True)
+        return
+    device = row["peak_device_bytes"] / 2**30
+    # Onefold's host bytes are those of its budget; a peer's are what its process has resident after the steps.
+    host = row.get("host_bytes", row.get("host_rss_bytes", 0)) / 2**30
+    print(f"{name:12} step {row['seconds']:.3f} s  practicality {row['practicality']:.3f}", flush=True)
+    print(f"{'':12} loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}, ready in {row['ready_seconds']:.0f} s")
+    print(f"{'':12} device peak {device:.1f} GiB, host {host:.1f} GiB", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=3.82, choices=SIZES, help="billions of parameters")
+    parser.add_argument("--plans", nargs="*", default=["offload"], choices=["offload", "offload_3", "zero_3"])
+    parser.add_argument("--peers", nargs="*", default=[], choices=PEERS, help="timed beside it, in the same run")
+    parser.add_argument("--peer-limit-s", type=float, default=240, help="seconds a peer may take, compilation included")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--json", help="write the JSON here too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    words = parse()
+    print("the limit runs", flush=True)
+    repetitions = limit(words.params, words.steps, words.device)
+    compute = statistics.median(repetitions)
+    print(f"forward and backward alone: {compute:.3f} s", flush=True)
+    rows = []
+    for name in (*words.peers, *words.plans):
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"{name} runs", flush=True)
+        row = peer(name, words) if name in PEERS else offloaded(words.params, name, words.steps, words.device)
+        if "seconds" in row:
+            row["practicality"] = compute / row["seconds"]
+        rows.append(row)
+        show(row)
+    result = {
+        **machine(words.device),
         "params": words.params,
         "limit_seconds": compute,
+        "limit_repetitions": repetitions,
         "rows": rows,
     }
     print(json.dumps(result))
