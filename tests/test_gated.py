@@ -45,7 +45,7 @@ def prepared(plan, kernel):
     """A model whose gradients are there, and its optimizer with `kernel` for the host."""
     model = onefold.shard(build(Stack), PLANS[plan])
     module = __import__("onefold.optimizer", fromlist=["host_kernel"])
-    usual, module.host_kernel = module.host_kernel, lambda: kernel
+    usual, module.host_kernel = module.host_kernel, lambda *_: kernel
     try:
         optimizer = onefold.SGD(model, lr=0.1)
     finally:

@@ -17,6 +17,7 @@ from onefold.errors import HostMemoryError, PlanError
 from onefold.native import TorchKernel
 from onefold.plan import legal_plans
 from onefold.session import session_of
+from onefold.streams import HostLanes
 from onefold.tier import Host
 from ranks import Stack, Turn, build, same, tensors, weights
 
@@ -101,7 +102,7 @@ ROOTLESS = ("sgd", "lion", "rmsprop")
 def in_torch(rank, num_ranks, *arguments):
     """`run` with torch's kernel in the compiled one's place."""
     module = __import__("onefold.optimizer", fromlist=["host_kernel"])
-    compiled, module.host_kernel = module.host_kernel, TorchKernel
+    compiled, module.host_kernel = module.host_kernel, lambda *_: TorchKernel()
     try:
         return run(rank, num_ranks, *arguments)
     finally:
@@ -262,7 +263,7 @@ def test_state_can_be_saved_and_loaded(ranks, table):
 
 def test_memory_that_is_not_there_is_an_error():
     with pytest.raises(HostMemoryError, match=r"needs [\d,]+ more bytes of host memory and [\d,]+ are available"):
-        Host(torch.device("cpu"), None).allocate(2**50, torch.float32)
+        Host(torch.device("cpu"), HostLanes(), [0]).allocate(2**50, torch.float32)
 
 
 def test_a_tier_that_is_not_built_is_named():

@@ -257,7 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         trained, dtype = slots.flat.trained, exact_dtype(slots.flat.weight.dtype)
         if trained is None or trained.rest.tier == Tier.DEVICE:
             return RuleUpdate(self._rule, slots, key, groups)
-        kernel = host_kernel()
+        kernel = host_kernel(len(self._session.cores))
         if not kernel.supports(self._rule.name, dtype):
             kernel = TorchKernel()
         return HostUpdate(kernel, self._rule, slots, key, groups)

@@ -30,6 +30,8 @@ class Session:
     comm: Comm
     houses: Mapping[Tier, Storehouse]
     """Where state rests, by tier."""
+    cores: Sequence[int]
+    """Where updates on the host run."""
     runtime: Runtime
     reducer: Reducer
     scaler: Scaler

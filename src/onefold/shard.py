@@ -12,6 +12,7 @@ from onefold.access import guard_state_dict
 from onefold.agree import check_agreement, together
 from onefold.build import Builder, kept_params
 from onefold.comm import Comm, connect, default_device, start
+from onefold.cores import update_cores
 from onefold.discover import UnitChoice, UnitSpec, discover, outside
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
@@ -86,7 +87,8 @@ def _open_session(
     prefetch_bytes: int | None,
 ) -> Session:
     lanes = lanes_for(device)
-    houses = storehouses(plan, device, lanes)
+    cores = update_cores(comm)
+    houses = storehouses(plan, device, lanes, cores)
     builder = Builder(precision, device, comm, lanes, houses, kept_params(model))
     plans = unit_plans(plan, [builder.size(spec) for spec in specs])
     built = _build(model, specs, plans, builder, device, comm)
@@ -103,6 +105,7 @@ def _open_session(
         device=device,
         comm=comm,
         houses=houses,
+        cores=cores,
         runtime=Runtime(
             model,
             built,

@@ -6,7 +6,8 @@ the other side of a link, and counts what crosses it.
 """
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import finalize
@@ -22,6 +23,9 @@ from onefold.worker import Worker
 
 _MOST_LEAVING = 3
 """Copies to the host that may be under way at once, each of one unit's gradients."""
+
+
+_TOUCHED_AT_ONCE = 2**26
 
 
 class Storehouse(Protocol):
@@ -102,12 +106,13 @@ class Host:
 
     tier = Tier.HOST
 
-    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+    def __init__(self, device: torch.device, lanes: Lanes, cores: Sequence[int]) -> None:
         self.device = device
         self.up_bytes = 0
         self.down_bytes = 0
         self._lanes = lanes
-        self._worker = Worker(device)
+        self._cores = cores
+        self._worker = Worker(device, cores)
         self._leaving: list[Ticket] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -118,7 +123,7 @@ class Host:
                 "on more hosts, a plan that keeps less on the host (ZERO_3), or a smaller model"
             )
         if self.device.type == "cuda" and nbytes:
-            return _pinned(numel, dtype)
+            return _pinned(numel, dtype, len(self._cores))
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
@@ -176,12 +181,15 @@ def available_bytes() -> int:
     return free if limit == "max" else min(free, int(limit) - used)
 
 
-def _pinned(numel: int, dtype: torch.dtype) -> Tensor:
+def _pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
     """Zeros in page-locked memory of exactly this size (torch's own allocator rounds up to powers of two), given back
     when the last tensor in it is gone."""
-    pages = mmap.mmap(-1, numel * dtype.itemsize)
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to find, to lock and to look up in every update
     window = memoryview(pages)
     tensor = torch.frombuffer(window, dtype=dtype, count=numel)
+    with ThreadPoolExecutor(num_threads) as pool:  # the system finds pages where they are first written
+        list(pool.map(Tensor.zero_, tensor.split(_TOUCHED_AT_ONCE)))
     runtime = torch.cuda.cudart()
     failed = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if failed:
@@ -198,8 +206,8 @@ def _unlock(runtime: Any, address: int, pages: mmap.mmap) -> None:
     runtime.cudaHostUnregister(address)
 
 
-def storehouses(plan: Plan, device: torch.device, lanes: Lanes) -> dict[Tier, Storehouse]:
-    """A storehouse for each tier that a plan names.
+def storehouses(plan: Plan, device: torch.device, lanes: Lanes, cores: Sequence[int]) -> dict[Tier, Storehouse]:
+    """A storehouse for each tier that a plan names; updates on the host run on `cores`.
 
     Raises:
         PlanError: this version has no such tier.
@@ -212,5 +220,5 @@ def storehouses(plan: Plan, device: torch.device, lanes: Lanes) -> dict[Tier, St
         )
     made: dict[Tier, Storehouse] = {Tier.DEVICE: Device(device, lanes)}
     if Tier.HOST in tiers:
-        made[Tier.HOST] = Host(device, lanes)
+        made[Tier.HOST] = Host(device, lanes, cores)
     return made

@@ -15,19 +15,21 @@ twin of the weights, and gradients of the next step go to a second buffer, so ne
 on the device is never late.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from onefold.cores import bind_thread
 from onefold.streams import Ticket
 
 
 class Worker:
-    """Runs jobs one after another on a thread of its own, which starts with the first."""
+    """Runs jobs one after another on a thread of its own, which starts with the first and stays on `cores`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cores: Sequence[int]) -> None:
         self._device = device
+        self._cores = cores
         self._pool = ThreadPoolExecutor(1, "onefold-update", self._begin)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
@@ -36,6 +38,7 @@ class Worker:
         return Ticket(lambda: future.result(), is_done=future.done)
 
     def _begin(self) -> None:
+        bind_thread(self._cores)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 

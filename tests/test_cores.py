@@ -1,0 +1,68 @@
+"""Promise: updates on the host run on a rank's share of the cores, never on the one left to the launching thread, and
+nothing else of the process is bound.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import onefold
+from onefold.cores import share_of
+from onefold.native import TorchKernel
+from onefold.session import session_of
+from ranks import Stack, build
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 3, 16, 31])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_shares_are_apart_while_there_are_cores(num_cores, num_ranks):
+    cores = [7 * core for core in range(num_cores)]
+    shares = [share_of(cores, index, num_ranks) for index in range(num_ranks)]
+    assert all(shares)
+    used = [core for share in shares for core in share]
+    assert set(used) <= set(cores)
+    if num_cores >= num_ranks:
+        assert len(used) == len(set(used))
+    if num_cores >= 2 * num_ranks:
+        assert len(used) == num_cores - num_ranks
+
+
+class Watching(TorchKernel):
+    def __init__(self):
+        self.seen = []
+
+    def update(self, run, step):
+        self.seen.append((threading.current_thread(), os.sched_getaffinity(0)))
+        super().update(run, step)
+
+
+def watched(rank, num_ranks):
+    before = os.sched_getaffinity(0)
+    model = onefold.shard(build(Stack), onefold.OFFLOAD)
+    kernel = Watching()
+    module = __import__("onefold.optimizer", fromlist=["host_kernel"])
+    usual, module.host_kernel = module.host_kernel, lambda num_threads: kernel
+    try:
+        optimizer = onefold.SGD(model, lr=0.1)
+    finally:
+        module.host_kernel = usual
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    session = session_of(model, "the test")
+    session.runtime.finish_updates()
+    assert kernel.seen
+    assert all(thread is not threading.main_thread() for thread, _ in kernel.seen)
+    assert os.sched_getaffinity(0) == before
+    return [cores for _, cores in kernel.seen], set(session.cores), before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_worker_stays_on_the_cores_of_its_rank(ranks, num_ranks):
+    results = ranks(num_ranks).run(watched)
+    for seen, cores, before in results:
+        assert all(each == cores for each in seen)
+        assert cores < before or len(before) == 1
+    if len(results[0][2]) >= num_ranks:
+        assert not set.intersection(*(cores for _, cores, _ in results)) or num_ranks == 1
