@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 # Lowest first; within a row, a module may import those before it. A folder counts as one module.
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
-    ("bytes", ("native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk")),
+    ("bytes", ("calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk")),
     (
         "state",
         (

@@ -13,7 +13,7 @@ threads changes no bit.
 import ctypes
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,16 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from onefold.calls import FORMATS, RULES, SPLIT, check, factors_of, form_of, format_of, plan_of, state_of
 from onefold.dtypes import join, split
-from onefold.errors import OptimizerError
 
 ABI = 1
 LIBRARY = "libonefold.so"
 LEVELS = ("base", "avx2", "avx512")
 """Instruction sets by their number in the C ABI; a library for another architecture has only the first."""
 
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MAX_FACTORS = 2
 _TORCH_TILE = 2**16
 
 
@@ -117,11 +115,11 @@ class TorchKernel:
 
     @torch.no_grad()
     def update(self, run: Run, step: Step) -> None:
-        is_split = _form(run, own=(torch.float32, torch.float64)) == _SPLIT
+        is_split = form_of(run.weight, run.exact, own=(torch.float32, torch.float64)) == SPLIT
         dtype, numel = torch.float32 if run.exact is not None else run.weight.dtype, run.weight.numel()
-        _check(run.grad, "grad", tuple(dict.fromkeys((*_FORMATS, dtype))), numel)
+        check(run.grad, "grad", tuple(dict.fromkeys((*FORMATS, dtype))), numel)
         for name, tensor in run.state.items():
-            _check(tensor, f"state {name!r}", (dtype,), numel)
+            check(tensor, f"state {name!r}", (dtype,), numel)
         # Tile by tile: what lies between two passes stays in the processor's cache, and nothing large is allocated.
         for start in range(0, numel, _TORCH_TILE):
             part = slice(start, start + _TORCH_TILE)
@@ -140,11 +138,11 @@ class TorchKernel:
                 weight.copy_(master)
 
     def count_nonfinite(self, values: Tensor) -> int:
-        _format(values, "values", values.numel())
+        format_of(values, "values", values.numel())
         return values.numel() - int(values.isfinite().sum())
 
     def sum_of_squares(self, values: Tensor) -> float:
-        _format(values, "values", values.numel())
+        format_of(values, "values", values.numel())
         return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
 
 
@@ -174,42 +172,31 @@ class NativeKernel:
         self._tile = int(library.onefold_tile())
 
     def supports(self, rule: str, exact: torch.dtype) -> bool:
-        return rule in _RULES and exact == torch.float32
+        return rule in RULES and exact == torch.float32
 
     def update(self, run: Run, step: Step) -> None:
-        if step.rule.name not in _RULES:
-            known = ", ".join(sorted(_RULES))
-            raise OptimizerError(f"no compiled kernel for the rule {step.rule.name!r}, only {known}: use TorchKernel")
-        if len(step.factors) > _MAX_FACTORS:
-            raise OptimizerError(f"{len(step.factors)} factors: a kernel takes at most {_MAX_FACTORS}; multiply some")
-        plan = _RULES[step.rule.name](step.hyper, step.number)
-        factors = [*step.factors, 1.0, 1.0][:_MAX_FACTORS]
-        if step.hyper.get("maximize", False):
-            factors[-1] = -factors[-1]
-        numel, changed = run.weight.numel(), [run.weight]
-        call = _Run(numel=numel, rule=plan.number, form=_form(run), factor=(*factors,), scalar=plan.scalars)
-        call.grad_format = _format(run.grad, "grad", numel)
+        plan, numel = plan_of(step.rule.name, step.hyper, step.number), run.weight.numel()
+        factors, form = factors_of(step.factors, step.hyper), form_of(run.weight, run.exact)
+        call = _Run(numel=numel, rule=plan.number, form=form, factor=factors, scalar=plan.scalars)
+        call.grad_format = format_of(run.grad, "grad", numel)
+        state = state_of(step.rule.name, plan.state, run.state, numel, "cpu")
         call.weight, call.grad = run.weight.data_ptr(), run.grad.data_ptr()
+        changed = [run.weight, *state] if run.exact is None else [run.weight, run.exact, *state]
         if run.exact is not None:
             call.exact = run.exact.data_ptr()
-            changed.append(run.exact)
-        for place, name in enumerate(plan.state):
-            if name not in run.state:
-                raise OptimizerError(f"{step.rule.name} needs the state tensor {name!r}; got {sorted(run.state)}")
-            _check(run.state[name], f"state {name!r}", (torch.float32,), numel)
-            call.state[place] = run.state[name].data_ptr()
-            changed.append(run.state[name])
+        for place, tensor in enumerate(state):
+            call.state[place] = tensor.data_ptr()
         _succeed(self._library.onefold_update(ctypes.byref(call), self._level, self.num_threads))
         torch.autograd.graph.increment_version(changed)  # as torch does after an operation in place
 
     def count_nonfinite(self, values: Tensor) -> int:
-        kind = _format(values, "values", values.numel())
+        kind = format_of(values, "values", values.numel())
         arguments = values.data_ptr(), values.numel(), kind, self._level, self.num_threads
         return _succeed(self._library.onefold_count_nonfinite(*arguments))
 
     def sum_of_squares(self, values: Tensor) -> float:
         numel = values.numel()
-        kind = _format(values, "values", numel)
+        kind = format_of(values, "values", numel)
         # Not of torch: under `with torch.device(...)` torch.empty would not be memory of the host.
         partial, total = (ctypes.c_double * -(-numel // self._tile))(), ctypes.c_double()
         arguments = values.data_ptr(), numel, kind, self._level, self.num_threads, partial
@@ -301,94 +288,6 @@ class _Run(ctypes.Structure):
         ("rule", ctypes.c_int32),
         ("form", ctypes.c_int32),
         ("grad_format", ctypes.c_int32),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """A rule as the C ABI wants it: its number, the names of its state and its scalars, in the header's order."""
-
-    number: int
-    state: tuple[str, ...]
-    scalars: tuple[float, ...]
-
-
-def _adam(hyper: Mapping[str, Any], step: int, *, decoupled: bool = False) -> _Plan:
-    lr, eps, weight_decay = (float(hyper[key]) for key in ("lr", "eps", "weight_decay"))
-    beta1, beta2 = (float(beta) for beta in hyper["betas"])
-    correction1, correction2 = 1 - beta1**step, (1 - beta2**step) ** 0.5
-    decay = 1 - lr * weight_decay if decoupled else weight_decay
-    amsgrad = bool(hyper.get("amsgrad", False))
-    return _Plan(
-        number=2 * decoupled + amsgrad,
-        state=("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())),
-        scalars=(1 - beta1, beta2, 1 - beta2, correction2, eps, -(lr / correction1), decay),
-    )
-
-
-def _adamw(hyper: Mapping[str, Any], step: int) -> _Plan:
-    return _adam(hyper, step, decoupled=True)
-
-
-def _sgd(hyper: Mapping[str, Any], step: int) -> _Plan:
-    lr, momentum, weight_decay = (float(hyper[key]) for key in ("lr", "momentum", "weight_decay"))
-    if momentum == 0:
-        return _Plan(number=4, state=(), scalars=(-lr, weight_decay))
-    rest = 1 - float(hyper.get("dampening", 0))
-    scalars = (-lr, weight_decay, momentum, rest, float(hyper.get("nesterov", False)))
-    return _Plan(number=5 if step == 1 else 6, state=("momentum_buffer",), scalars=scalars)
-
-
-def _lion(hyper: Mapping[str, Any], step: int) -> _Plan:
-    lr, weight_decay = float(hyper["lr"]), float(hyper["weight_decay"])
-    beta1, beta2 = (float(beta) for beta in hyper["betas"])
-    return _Plan(number=7, state=("exp_avg",), scalars=(-lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2))
-
-
-def _adagrad(hyper: Mapping[str, Any], step: int) -> _Plan:
-    lr, lr_decay, eps, weight_decay = (float(hyper[key]) for key in ("lr", "lr_decay", "eps", "weight_decay"))
-    return _Plan(number=8, state=("sum",), scalars=(-(lr / (1 + (step - 1) * lr_decay)), eps, weight_decay))
-
-
-_RULES: Mapping[str, Callable[[Mapping[str, Any], int], _Plan]] = {
-    "adam": _adam,
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "lion": _lion,
-    "adagrad": _adagrad,
-}
-_OWN, _SPLIT = 0, 1
-_COPIES = {torch.bfloat16: 2, torch.float16: 3}
-
-
-def _form(run: Run, own: tuple[torch.dtype, ...] = (torch.float32,)) -> int:
-    """The number of the form of `run`'s weights, told by its dtypes; `own` may be exact by themselves."""
-    numel = run.weight.numel()
-    if run.exact is None:
-        _check(run.weight, "weight", own, numel)
-        return _OWN
-    _check(run.exact, "exact", (torch.int16, torch.float32), numel)
-    if run.exact.dtype == torch.int16:
-        _check(run.weight, "weight", (torch.bfloat16,), numel)
-        return _SPLIT
-    _check(run.weight, "weight", tuple(_COPIES), numel)
-    return _COPIES[run.weight.dtype]
-
-
-def _format(tensor: Tensor, name: str, numel: int) -> int:
-    _check(tensor, name, tuple(_FORMATS), numel)
-    return _FORMATS[tensor.dtype]
-
-
-def _check(tensor: Tensor, name: str, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
-    """Pointers carry no types: everything that the library relies on is checked here."""
-    right = tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous()
-    if right and tensor.dtype in dtypes and tensor.numel() == numel:
-        return
-    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    raise OptimizerError(
-        f"{name}: expected a contiguous 1-D CPU tensor of {numel} elements, {wanted}; got {tuple(tensor.shape)} "
-        f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}, strides {tensor.stride()}"
     )
 
 
