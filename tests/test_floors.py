@@ -34,7 +34,7 @@ FLOORS = (
             "activations",
         ),
     ),
-    ("update", ("kernels", "rules", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
+    ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
     ("face", ("tensor", "discover", "agree", "meta", "build", "access", "shard", "checkpoint")),
     ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
     ("roof", ("__init__",)),
