@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,15 @@ def synchronize() -> None:
 
 
 def timed(steps: int, once: Callable[[int], float]) -> tuple[list[float], list[float]]:
-    """Seconds of each step that counts, and the losses of all. What a step leaves to other streams is in its time."""
-    seconds, losses = [], []
-    synchronize()
-    start = time.perf_counter()
+    """Seconds of each step that counts, and the losses of all. A step ends when its loss is there, as in a loop that
+    shows it; what it leaves to other streams and threads is paid by the next one, and by the last one itself."""
+    losses, ends = [], []
     for step in range(WARM_UP + steps):
         losses.append(once(step))
-        synchronize()
-        end = time.perf_counter()
-        seconds.append(end - start)
-        start = end
-    return seconds[WARM_UP:], losses
+        if step + 1 == WARM_UP + steps:
+            synchronize()
+        ends.append(time.perf_counter())
+    return [end - start for start, end in pairwise(ends)][WARM_UP - 1 :], losses
 
 
 def limit(size: float, steps: int, device: str) -> list[float]:
@@ -101,13 +100,21 @@ def limit(size: float, steps: int, device: str) -> list[float]:
     return timed(steps, once)[0]
 
 
-def offloaded(size: float, plan: str, steps: int, device: str) -> dict[str, Any]:
-    start = time.perf_counter()
+def sharded(size: float, setting: str, device: str) -> tuple[nn.Module, onefold.AdamW]:
+    """A model and its optimizer under `setting`: a plan, and after a colon "delayed" or the fraction on the device."""
+    name, _, option = setting.partition(":")
+    plan, is_delayed = NAMED_PLANS[name], option == "delayed"
+    fraction: Any = None if option in ("", "delayed") else "auto" if option == "auto" else float(option)
     with torch.device("meta"):
         model = make_model(size)
     with torch.device(device):
-        model = onefold.shard(model, NAMED_PLANS[plan], precision=onefold.Precision(params="bf16"))
-    optimizer = onefold.AdamW(model, lr=1e-4, max_grad_norm=1.0)
+        model = onefold.shard(model, plan, fraction=fraction, precision=onefold.Precision(params="bf16"))
+    return model, onefold.AdamW(model, lr=1e-4, max_grad_norm=1.0, delayed=is_delayed, delay_after=0)
+
+
+def offloaded(size: float, setting: str, steps: int, device: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    model, optimizer = sharded(size, setting, device)
     ready = time.perf_counter() - start
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -124,7 +131,7 @@ def offloaded(size: float, plan: str, steps: int, device: str) -> dict[str, Any]
     budget = onefold.predicted(model, optimizer)
     return {
         "system": "onefold",
-        "plan": plan,
+        "setting": setting,
         "seconds": statistics.median(seconds),
         "repetitions": seconds,
         "ready_seconds": ready,
@@ -211,7 +218,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    name = row.get("plan", row["system"])
+    name = row.get("setting", row["system"])
     if "error" in row:
         print(f"{name:12} no time: {row['error']}", flush=True)
         return
@@ -226,7 +233,7 @@ def show(row: dict[str, Any]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=3.82, choices=SIZES, help="billions of parameters")
-    parser.add_argument("--plans", nargs="*", default=["offload"], choices=["offload", "offload_3", "zero_3"])
+    parser.add_argument("--plans", nargs="*", default=["offload"], help="such as offload:0.5")
     parser.add_argument("--peers", nargs="*", default=[], choices=PEERS, help="timed beside it, in the same run")
     parser.add_argument("--peer-limit-s", type=float, default=240, help="seconds a peer may take, compilation included")
     parser.add_argument("--steps", type=int, default=4)

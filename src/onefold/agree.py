@@ -13,7 +13,6 @@ from onefold.comm import Comm
 from onefold.discover import UnitSpec
 from onefold.dtypes import Precision
 from onefold.errors import OnefoldError, ShardError
-from onefold.plan import Plan
 
 Result = TypeVar("Result")
 
@@ -39,13 +38,13 @@ def together(comm: Comm, attempt: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def check_agreement(comm: Comm, model: nn.Module, specs: Sequence[UnitSpec], plan: Plan, precision: Precision) -> None:
-    """Raise on every rank if any rank's plan, precision, units, parameters or buffers differ.
+def check_agreement(comm: Comm, model: nn.Module, specs: Sequence[UnitSpec], plan: str, precision: Precision) -> None:
+    """Raise on every rank if any rank's plan (in words), precision, units, parameters or buffers differ.
 
     Raises:
         ShardError: naming the first difference and the ranks.
     """
-    mine = [str(plan), str(precision), *(f"a unit {spec.name or '(root)'!r}" for spec in specs)]
+    mine = [plan, str(precision), *(f"a unit {spec.name or '(root)'!r}" for spec in specs)]
     for spec in specs:
         for name, param in spec.params:
             mine.append(

@@ -1,7 +1,7 @@
 """Owns the move of a model's parameters into flat buffers, unit by unit, so that the peak is one unit above the
 result."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from onefold.buffer import Buffer, CopyMaster, Master, OwnMaster, SplitMaster, e
 from onefold.comm import Comm
 from onefold.discover import UnitSpec
 from onefold.dtypes import Precision, split
+from onefold.fraction import UnitStates
 from onefold.gradients import AwayKeep, Gradients, Keep, PartKeep, ReplicatedKeep, WholeKeep
 from onefold.layout import Layout
 from onefold.mix import UnitBytes
@@ -44,43 +45,56 @@ class Rest:
         self.is_update_part = plan.optim.partitioned
 
 
+class Formats:
+    """The number formats of a model's parameters."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self.precision = precision
+        # Batch norm's kernels take fp32 weights with 16-bit inputs: its parameters stay as they are.
+        self._kept = {
+            id(p) for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()
+        }
+
+    def kind(self, param: nn.Parameter) -> _Kind:
+        dtype = param.dtype if id(param) in self._kept else self.precision.param_dtype(param.dtype)
+        return _Kind(dtype, param.requires_grad)
+
+    def states(self, spec: UnitSpec) -> UnitStates:
+        """What training a unit takes."""
+        size, optim = UnitBytes(params=0, grads=0), 0
+        for param, kind in ((param, self.kind(param)) for _, param in spec.params):
+            grad_itemsize = self.precision.grad_dtype(kind.dtype).itemsize if kind.is_trained else 0
+            part = UnitBytes(params=param.numel() * kind.dtype.itemsize, grads=param.numel() * grad_itemsize)
+            size = UnitBytes.of((size, part))
+            if kind.is_trained:
+                master = {"own": 0, "split": 2, "fp32": 4}[self.precision.master_form(kind.dtype)]
+                optim += param.numel() * (2 * exact_dtype(kind.dtype).itemsize + master)
+        return UnitStates(size=size, optim=optim)
+
+
 class Builder:
-    """Builds units on one device; `kept` are the ids of parameters whose dtype stays as it is."""
+    """Builds units on one device."""
 
     def __init__(
         self,
-        precision: Precision,
+        formats: Formats,
         device: torch.device,
         comm: Comm,
         lanes: Lanes,
         houses: Mapping[Tier, Storehouse],
-        kept: Set[int],
     ) -> None:
-        self._precision = precision
+        self._formats = formats
+        self._precision = formats.precision
         self._device = device
         self._comm = comm
         self._lanes = lanes
         self._houses = houses
-        self._kept = kept
-
-    def size(self, spec: UnitSpec) -> UnitBytes:
-        """What a unit will hold."""
-        return UnitBytes.of(self._param_bytes(param) for _, param in spec.params)
-
-    def _param_bytes(self, param: nn.Parameter) -> UnitBytes:
-        kind = self._kind(param)
-        grad_itemsize = self._precision.grad_dtype(kind.dtype).itemsize if kind.is_trained else 0
-        return UnitBytes(params=param.numel() * kind.dtype.itemsize, grads=param.numel() * grad_itemsize)
-
-    def _kind(self, param: nn.Parameter) -> _Kind:
-        dtype = param.dtype if id(param) in self._kept else self._precision.param_dtype(param.dtype)
-        return _Kind(dtype, param.requires_grad)
 
     def build(self, spec: UnitSpec, index: int, plan: Plan) -> Unit:
         """Move the parameters of one unit to where its single-tier plan says. Rank 0's values are everyone's."""
         kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(spec.params, key=lambda item: item[1].dim() > 1):
-            kinds.setdefault(self._kind(param), []).append((name, param))
+            kinds.setdefault(self._formats.kind(param), []).append((name, param))
         rest = Rest(plan, self._houses)
         flats = [self._build_flat(kind, members, rest) for kind, members in kinds.items()]
         unit = rest.unit_type(spec.name, index, flats, self._comm, self._lanes)
@@ -154,8 +168,3 @@ class Builder:
             else AwayKeep(layout, self._comm, dtype, rest.grads)
         )
         return Gradients(layout, dtype, self._device, keep, self._comm)
-
-
-def kept_params(model: nn.Module) -> set[int]:
-    """Ids of parameters that stay in their dtype: batch norm's kernels take fp32 weights with 16-bit inputs."""
-    return {id(param) for module in model.modules() if isinstance(module, _BatchNorm) for param in module.parameters()}

@@ -10,12 +10,13 @@ from torch import nn
 
 from onefold.access import guard_state_dict
 from onefold.agree import check_agreement, together
-from onefold.build import Builder, kept_params
+from onefold.build import Builder, Formats
 from onefold.comm import Comm, connect, default_device, start
 from onefold.cores import update_cores
 from onefold.discover import UnitChoice, UnitSpec, discover, outside
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
+from onefold.fraction import FractionChoice, keep_some
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
 from onefold.meeting import Meeting
 from onefold.meta import has_meta, materialize
@@ -42,6 +43,7 @@ def shard(
     precision: Precision | None = None,
     compile: bool = False,
     prefetch_bytes: int | None = None,
+    fraction: FractionChoice = None,
 ) -> Model:
     """Place a model's training state as `plan` says. Returns the same object; its loop stays plain PyTorch.
 
@@ -54,6 +56,9 @@ def shard(
         compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole).
         prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means as
             many as the largest unit has, 0 none.
+        fraction: how much of what the plan keeps off the device to keep on it instead, in whole units, those that a
+            forward needs first: a number in [0, 1], or "auto" for as much as fits beside activations of a quarter of
+            the device's memory. `shard(model, OFFLOAD, fraction=0.5)` is `shard(model, OFFLOAD.keeping(0.5))`.
 
     Raises:
         ShardError: the model is already sharded, or holds a parameter that cannot be.
@@ -67,8 +72,10 @@ def shard(
     device = _device_of(target)
     comm = connect(device, mesh)
     specs = together(comm, lambda: discover(target, units))
-    check_agreement(comm, target, specs, plan, precision)
-    session = _open_session(target, specs, plan, precision, comm, device, prefetch_bytes)
+    check_agreement(comm, target, specs, f"{plan}, fraction={fraction}", precision)
+    formats, cores = Formats(target, precision), update_cores(comm)
+    plan = keep_some(plan, fraction, [formats.states(spec) for spec in specs], comm, device, len(cores))
+    session = _open_session(target, specs, plan, formats, comm, device, prefetch_bytes, cores)
     session.attach(target)
     _install(target, specs, session, torch.compile if compile else compiler)
     if target is not model:
@@ -81,16 +88,16 @@ def _open_session(
     model: nn.Module,
     specs: Sequence[UnitSpec],
     plan: Plan,
-    precision: Precision,
+    formats: Formats,
     comm: Comm,
     device: torch.device,
     prefetch_bytes: int | None,
+    cores: Sequence[int],
 ) -> Session:
-    lanes = lanes_for(device)
-    cores = update_cores(comm)
+    lanes, precision = lanes_for(device), formats.precision
     houses = storehouses(plan, device, lanes, cores)
-    builder = Builder(precision, device, comm, lanes, houses, kept_params(model))
-    plans = unit_plans(plan, [builder.size(spec) for spec in specs])
+    builder = Builder(formats, device, comm, lanes, houses)
+    plans = unit_plans(plan, [formats.states(spec).size for spec in specs])
     built = _build(model, specs, plans, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
