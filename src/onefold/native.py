@@ -48,12 +48,12 @@ class Arithmetic(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A contiguous run of a flat shard: 1-D tensors of one length, on the CPU, updated in place.
+    """A contiguous run of a flat shard: 1-D tensors of one length, on one device, updated in place.
 
     Attributes:
         weight: the compute weights. With `exact` None they are exact themselves (fp32; `TorchKernel` also takes fp64).
         exact: int16, the low bits beside a bf16 weight (see `dtypes.split`); or fp32, the copy behind a bf16 or fp16
-            weight, which is then written only; or None.
+            weight, which host kernels then only write; or None.
         grad: fp32, bf16 or fp16; read only.
         state: the rule's state by name, in the dtype of the exact weights: fp32 (with fp64 weights fp64, grad too).
     """
@@ -75,12 +75,12 @@ class Step:
     factors: Sequence[float] = ()
 
 
-class Kernel(Protocol):
-    """Host arithmetic on flat shards."""
+class Updater(Protocol):
+    """What updates runs of flat shards, on one type of device."""
 
     @property
     def name(self) -> str:
-        """What runs, for people: "native (avx512)" or "torch"."""
+        """What runs, for people: "native (avx512)", "torch" or "fused"."""
         ...
 
     def supports(self, rule: str, exact: torch.dtype) -> bool:
@@ -91,10 +91,14 @@ class Kernel(Protocol):
         """Update `run` in place by one step.
 
         Raises:
-            OptimizerError: a tensor is not on the CPU, 1-D and contiguous, or has the wrong dtype or length; a state
-                tensor is missing; the rule or the number of factors is not supported.
+            OptimizerError: a tensor is not on this type of device, 1-D and contiguous, or has the wrong dtype or
+                length; a state tensor is missing; the rule or the number of factors is not supported.
         """
         ...
+
+
+class Kernel(Updater, Protocol):
+    """Host arithmetic on flat shards."""
 
     def count_nonfinite(self, values: Tensor) -> int:
         """How many of `values` (1-D, CPU; fp32, bf16 or fp16) are infinite or NaN."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule
 from onefold.errors import OptimizerError
+from onefold.fused import fused_kernel
 from onefold.native import TorchKernel, host_kernel
 from onefold.plan import Tier
 from onefold.reducer import Slots
@@ -22,7 +23,7 @@ from onefold.rules import Rule
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
 from onefold.unit import Flat, Unit
-from onefold.update import FlatUpdate, HostUpdate, Key, RuleUpdate, SliceUpdate
+from onefold.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -256,11 +257,14 @@ class Optimizer(torch.optim.Optimizer):
             return SliceUpdate(self._rule, slots, key, groups)
         trained, dtype = slots.flat.trained, exact_dtype(slots.flat.weight.dtype)
         if trained is None or trained.rest.tier == Tier.DEVICE:
-            return RuleUpdate(self._rule, slots, key, groups)
+            fused = fused_kernel(self._session.device)
+            if fused is None or not fused.supports(self._rule.name, dtype):
+                return RuleUpdate(self._rule, slots, key, groups)
+            return KernelUpdate(fused, self._rule, slots, key, groups)
         kernel = host_kernel(len(self._session.cores))
         if not kernel.supports(self._rule.name, dtype):
             kernel = TorchKernel()
-        return HostUpdate(kernel, self._rule, slots, key, groups)
+        return KernelUpdate(kernel, self._rule, slots, key, groups)
 
     def _global_norm(self) -> float:
         """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""

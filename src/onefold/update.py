@@ -13,7 +13,7 @@ from onefold import native
 from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule, probe
 from onefold.layout import Piece
-from onefold.native import Kernel
+from onefold.native import Updater
 from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.rules import Rule
@@ -208,11 +208,11 @@ class RuleUpdate(_Update[_Run]):
             yield run
 
 
-class HostUpdate(RuleUpdate):
-    """Runs one of Onefold's rules where state rests on the host: one pass of a compiled kernel, from gradients as they
-    came to compute weights as they go."""
+class KernelUpdate(RuleUpdate):
+    """Runs one of Onefold's rules where a kernel knows it: one pass, from gradients as they came to compute weights as
+    they go."""
 
-    def __init__(self, kernel: Kernel, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
+    def __init__(self, kernel: Updater, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
         super().__init__(rule, slots, key, groups)
         self._kernel = kernel
 
