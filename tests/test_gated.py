@@ -22,6 +22,11 @@ PLANS = {
     ),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS)
+STRESSED = {
+    **{name: (plan, {}) for name, plan in PLANS.items()},
+    "half": (onefold.OFFLOAD.keeping(0.5), {}),
+    "delayed": (onefold.OFFLOAD, {"delayed": True, "delay_after": 5}),
+}
 
 
 class Held(TorchKernel):
@@ -41,13 +46,13 @@ class Broken(TorchKernel):
         raise ZeroDivisionError("the worker's own")
 
 
-def prepared(plan, kernel):
+def prepared(plan, kernel, **options):
     """A model whose gradients are there, and its optimizer with `kernel` for the host."""
-    model = onefold.shard(build(Stack), PLANS[plan])
+    model = onefold.shard(build(Stack), PLANS[plan] if isinstance(plan, str) else plan)
     module = __import__("onefold.optimizer", fromlist=["host_kernel"])
     usual, module.host_kernel = module.host_kernel, lambda *_: kernel
     try:
-        optimizer = onefold.SGD(model, lr=0.1)
+        optimizer = onefold.SGD(model, lr=0.1, **options)
     finally:
         module.host_kernel = usual
     model(torch.ones(3, 4)).square().mean().backward()
@@ -154,17 +159,18 @@ def dawdle(generator):
     time.sleep(float(torch.rand((), generator=generator)) * 0.002)
 
 
-def stressed(rank, num_ranks, plan, is_slow):
-    """Forty steps, with random delays at every seam: fetch, store, update, gather, refresh."""
+def stressed(rank, num_ranks, case, is_slow):
+    """Two hundred steps, with random delays at every seam: fetch, store, update, gather, refresh."""
     generator = torch.Generator().manual_seed(rank)
-    model, optimizer = prepared(plan, Slow(generator) if is_slow else TorchKernel())
+    plan, options = STRESSED[case]
+    model, optimizer = prepared(plan, Slow(generator) if is_slow else TorchKernel(), **options)
     if is_slow:
         session = session_of(model, "the test")
         late(session.comm, ("all_gather", "reduce_scatter", "refresh"), generator)
         for house in session.houses.values():
             late(house, ("fetch", "deliver", "store"), generator)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    for step in range(40):
+    for step in range(200):
         model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean().backward()
         optimizer.step()
         schedule.step()
@@ -185,10 +191,10 @@ def late(seam, names, generator):
         setattr(seam, name, wrapped(getattr(seam, name)))
 
 
-@every_plan
-def test_random_delays_change_no_bit(ranks, plan):
-    want = ranks(2).run(stressed, plan, False, timeout_s=60.0)
-    for got, wanted in zip(ranks(2).run(stressed, plan, True, timeout_s=60.0), want, strict=True):
+@pytest.mark.parametrize("case", STRESSED)
+def test_random_delays_change_no_bit(ranks, case):
+    want = ranks(2).run(stressed, case, False, timeout_s=120.0)
+    for got, wanted in zip(ranks(2).run(stressed, case, True, timeout_s=120.0), want, strict=True):
         same(got, wanted, 0)
 
 

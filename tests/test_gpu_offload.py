@@ -19,6 +19,15 @@ TABLES = {
     for plan in legal_plans()
     if plan.optim.farthest == Tier.HOST and Tier.DISK not in (*plan.params.tiers, *plan.grads.tiers)
 }
+MIXES = {
+    "offload, half": onefold.OFFLOAD.keeping(0.5),
+    "offload_3, half": onefold.OFFLOAD_3.keeping(0.5),
+    "zero_3, half": onefold.Plan(
+        params=onefold.Placement(True),
+        grads=onefold.Placement(True),
+        optim=onefold.Placement(True, {Tier.DEVICE: 0.5, Tier.HOST: 0.5}),
+    ),
+}
 PRECISIONS = {
     "fp32": onefold.Precision(),
     "bf16": onefold.Precision(params="bf16"),
@@ -50,13 +59,15 @@ def test_one_gpu_agrees_under_every_table(precision):
         compare(first, [on_gpu(0, 1, onefold.ZERO_0, PRECISIONS[precision])], ROUNDING[precision])
     for table in TABLES.values():
         compare([on_gpu(0, 1, table, PRECISIONS[precision])], first, 0)
+    for mix in MIXES.values() if precision in ROUNDING else ():  # updated by two processors
+        compare([on_gpu(0, 1, mix, PRECISIONS[precision])], first, ROUNDING[precision])
 
 
 @gpus(2)
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_two_gpus_agree_under_every_table(ranks, precision):
     first = ranks(2).run(on_gpu, onefold.ZERO_0, PRECISIONS[precision], timeout_s=120)
-    for table in TABLES.values():
+    for table in (*TABLES.values(), *MIXES.values()):
         compare(ranks(2).run(on_gpu, table, PRECISIONS[precision], timeout_s=120), first, ROUNDING[precision])
 
 
@@ -110,16 +121,16 @@ def delayed(lane, generator):
     lane.run = slow
 
 
-def stressed(plan, is_delayed):
+def stressed(plan, is_disturbed, **options):
     torch.manual_seed(0)
     model = onefold.shard(Tower(64, 4).cuda(), plan, precision=onefold.Precision(params="bf16"))
-    optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=0.5)
-    if is_delayed:
+    optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=0.5, **options)
+    if is_disturbed:
         lanes, generator = session_of(model, "the test").runtime.units[0]._lanes, torch.Generator().manual_seed(0)
-        for lane in (lanes.up, lanes.down, lanes.gather, lanes.reduce):
+        for lane in (lanes.up, lanes.down, lanes.gather, lanes.reduce, lanes.update):
             delayed(lane, generator)
     generator = torch.Generator().manual_seed(1)
-    for step in range(60):
+    for step in range(200):
         model(torch.randn(16, 64, generator=generator).cuda()).float().square().mean().backward()
         if step % 3 != 1:
             optimizer.step()
@@ -128,8 +139,20 @@ def stressed(plan, is_delayed):
         return [param.detach().clone() for param in model.parameters()]
 
 
+STRESSED = {
+    "zero_2": (onefold.ZERO_2, {}),
+    "zero_3": (onefold.ZERO_3, {}),
+    "offload": (onefold.OFFLOAD, {}),
+    "offload_3": (onefold.OFFLOAD_3, {}),
+    "half": (onefold.OFFLOAD.keeping(0.5), {}),
+    "delayed": (onefold.OFFLOAD, {"delayed": True, "delay_after": 5}),
+    "half delayed": (onefold.OFFLOAD.keeping(0.5), {"delayed": True, "delay_after": 5}),
+}
+
+
 @gpus(1)
-@pytest.mark.parametrize("plan", [onefold.OFFLOAD, onefold.OFFLOAD_3], ids=["offload", "offload_3"])
-def test_random_delays_change_no_bit(plan):
-    want, got = stressed(plan, False), stressed(plan, True)
+@pytest.mark.parametrize("case", STRESSED)
+def test_random_delays_change_no_bit(case):
+    plan, options = STRESSED[case]
+    want, got = stressed(plan, False, **options), stressed(plan, True, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
