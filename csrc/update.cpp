@@ -33,7 +33,8 @@ int64_t tiles_of(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
 bool is_in(int32_t value, int32_t count) { return value >= 0 && value < count; }
 
-// Call `work(tile, start, stop)` for every tile; each thread takes one contiguous share of them.
+// Call `work(tile, start, stop)` for every tile; a thread takes a few more when it is done with its last, so that one
+// that shares its core with something else holds up no other.
 template <class Work>
 void for_each_tile(int64_t numel, int32_t num_threads, const Work &work) {
   const int64_t tiles = tiles_of(numel);
@@ -41,7 +42,7 @@ void for_each_tile(int64_t numel, int32_t num_threads, const Work &work) {
   const int threads = num_threads < 1 ? 1 : num_threads < tiles ? num_threads : static_cast<int>(tiles);
   (void)threads;  // not read in a build without OpenMP
 #if defined(_OPENMP)
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
 #endif
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t start = tile * kTile;

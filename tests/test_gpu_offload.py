@@ -101,7 +101,7 @@ def test_the_device_holds_two_bytes_a_parameter_and_the_host_fourteen():
     print(f"peak in backward: {(peak - held) / unit_bytes:.2f} units above")
     assert peak <= held + 8.5 * unit_bytes
     flats = [flat for unit in session_of(model, "the test").runtime.units for flat in unit.flats]
-    tensors = [*optimizer.held(), *(flat.trained.gradients.keep.reserved for flat in flats)]
+    tensors = [*optimizer.held(), *(buffer for flat in flats for buffer in flat.trained.gradients.keep.reserved)]
     assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in tensors)
     assert sum(tensor.nbytes for tensor in tensors) == 14 * numel
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)

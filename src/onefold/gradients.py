@@ -97,7 +97,9 @@ class PartKeep:
         return None
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
-        return own if kept is None else kept.add_(own)
+        kept = own if kept is None else kept.add_(own)
+        self.squares = _squares(kept)
+        return kept
 
     def updated(self, kept: Tensor) -> Tensor:
         return kept
@@ -139,7 +141,7 @@ class AwayKeep(PartKeep):
             before, ticket = self._rest.fetch(kept)
             ticket.wait()
             own += before
-        self.squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
+        self.squares = _squares(own)
         self._filled = self._next
         self.left = self._rest.store(self._buffers[self._filled], own)
         return self._buffers[self._filled]
@@ -177,8 +179,10 @@ class WholeKeep:
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         if kept is None:
-            return local
-        kept[self._range] += own
+            kept = local
+        else:
+            kept[self._range] += own
+        self.squares = _squares(kept[self._range])
         return kept
 
     def updated(self, kept: Tensor) -> Tensor:
@@ -199,7 +203,9 @@ class ReplicatedKeep(WholeKeep):
         return self._comm.all_gather(local, own)
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
-        return local if kept is None else kept.add_(local)
+        kept = local if kept is None else kept.add_(local)
+        self.squares = _squares(kept[self._range])
+        return kept
 
     def updated(self, kept: Tensor) -> Tensor:
         return kept
@@ -303,8 +309,7 @@ class Gradients:
         own = self.keep.on_device(self.reduced)
         pieces = self.layout.pieces(self._comm.rank)
         parts = [own] if is_all else [own[piece.start : piece.stop] for piece in pieces if piece.slot in slots]
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]
-        return sum(squares, torch.zeros((), dtype=torch.float64, device=self._device))
+        return sum(map(_squares, parts), torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _kept_of(self, slot: int) -> list[tuple[Tensor, int]]:
         """The part of one parameter's averaged gradient that is kept here, to be changed, and the index of its first
@@ -327,6 +332,12 @@ class Gradients:
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
         Ticket(self._comm.all_gather(whole, self.keep.on_device(self.reduced).contiguous())).wait()
         return views(whole, self.layout)
+
+
+def _squares(values: Tensor) -> Tensor:
+    """The sum of the squares (0-dim, fp64)."""
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()
 
 
 def _pairs(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

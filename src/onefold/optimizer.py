@@ -22,6 +22,7 @@ from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
+from onefold.tier import Host
 from onefold.unit import Flat, Unit
 from onefold.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate
 
@@ -45,6 +46,7 @@ class Optimizer(torch.optim.Optimizer):
         grad_norm: that norm before clipping, of the last step (float; inf or nan where gradients overflowed).
         skipped: whether the last step was skipped because a gradient on some rank was not finite.
         loss_scale: the loss scale now (1.0 without scaling).
+        host_busy_s, host_wait_s: seconds that updates on the host took so far, and that the loop waited for them.
 
     Raises:
         OptimizerError: the model is not sharded, or groups hold parameters that are not its trained parameters.
@@ -82,6 +84,16 @@ class Optimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The factor gradients are scaled by inside the model."""
         return self._session.scaler.scale
+
+    @property
+    def host_busy_s(self) -> float:
+        """Seconds that updates on the host took so far; they run beside the loop."""
+        return sum(house.worker.busy_s for house in self._session.houses.values() if isinstance(house, Host))
+
+    @property
+    def host_wait_s(self) -> float:
+        """Seconds that the loop waited for updates on the host so far."""
+        return sum(house.worker.waited_s for house in self._session.houses.values() if isinstance(house, Host))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

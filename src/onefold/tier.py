@@ -102,6 +102,7 @@ class Host:
 
     Attributes:
         up_bytes, down_bytes: what crossed the link so far, to and from the device.
+        worker: runs the updates.
     """
 
     tier = Tier.HOST
@@ -112,7 +113,7 @@ class Host:
         self.down_bytes = 0
         self._lanes = lanes
         self._cores = cores
-        self._worker = Worker(device, cores)
+        self.worker = Worker(device, cores)
         self._leaving: list[Ticket] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +161,7 @@ class Host:
             update()
             then(mark)
 
-        return self._worker.submit(job)
+        return self.worker.submit(job)
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:

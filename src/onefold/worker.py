@@ -15,6 +15,7 @@ twin of the weights, and gradients of the next step go to a second buffer, so ne
 on the device is never late.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,24 +26,41 @@ from onefold.streams import Ticket
 
 
 class Worker:
-    """Runs jobs one after another on a thread of its own, which starts with the first and stays on `cores`."""
+    """Runs jobs one after another on a thread of its own, which starts with the first and stays on `cores`.
+
+    Attributes:
+        busy_s: seconds that jobs took so far.
+        waited_s: seconds that others waited for jobs so far.
+    """
 
     def __init__(self, device: torch.device, cores: Sequence[int]) -> None:
         self._device = device
         self._cores = cores
+        self.busy_s = self.waited_s = 0.0
         self._pool = ThreadPoolExecutor(1, "onefold-update", self._begin)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         """Queue `job`; its exception is raised where the ticket is waited with."""
-        future = self._pool.submit(_without_grad, job)
-        return Ticket(lambda: future.result(), is_done=future.done)
+        future = self._pool.submit(self._run, job)
+
+        def wait() -> None:
+            start = time.perf_counter()
+            try:
+                future.result()
+            finally:
+                self.waited_s += time.perf_counter() - start
+
+        return Ticket(wait, is_done=future.done)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                job()
+        finally:
+            self.busy_s += time.perf_counter() - start
 
     def _begin(self) -> None:
         bind_thread(self._cores)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-
-
-def _without_grad(job: Callable[[], None]) -> None:
-    with torch.no_grad():
-        job()
