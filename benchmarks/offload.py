@@ -8,12 +8,14 @@ forward and backward of the plain model, without an optimizer, timed in the same
 Steps include everything from one forward to the next; the first two are not counted. Peers run in processes of their
 own (`offload_peers.py`), before Onefold takes host memory; one that is missing, killed or late gets a row that says so.
 Prints a table, then one line of JSON with the machine's description and every repetition. Needs transformers.
+Under torchrun every rank does the same work on a GPU of its own, the limit included, and rank 0 tells.
 `--device cpu --params 0.004` tries the program where no GPU is; its times mean nothing.
 """
 
 import argparse
 import contextlib
 import gc
+import io
 import json
 import os
 import platform
@@ -33,9 +35,11 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
+from onefold.comm import start
 from onefold.native import host_kernel
 from onefold.plan import NAMED_PLANS
 
@@ -89,6 +93,8 @@ def timed(steps: int, once: Callable[[int], float]) -> tuple[list[float], list[f
 def limit(size: float, steps: int, device: str) -> list[float]:
     with torch.device(device):
         model = make_model(size)
+    if dist.is_initialized():
+        dist.barrier()  # all GPUs are busy at once, as they are in training
 
     def once(step: int) -> float:
         tokens = batch(step % 2, device)
@@ -242,8 +248,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    words = parse()
+def measure(words: argparse.Namespace) -> dict[str, Any]:
     print("the limit runs", flush=True)
     repetitions = limit(words.params, words.steps, words.device)
     compute = statistics.median(repetitions)
@@ -258,17 +263,28 @@ def main() -> None:
             row["practicality"] = compute / row["seconds"]
         rows.append(row)
         show(row)
-    result = {
+    return {
         **machine(words.device),
         "params": words.params,
+        "num_ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "limit_seconds": compute,
         "limit_repetitions": repetitions,
         "rows": rows,
     }
-    print(json.dumps(result))
-    if words.json:
+
+
+def main() -> None:
+    words = parse()
+    start()
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+        result = measure(words)
+        print(json.dumps(result))
+    if words.json and is_first:
         with open(words.json, "w") as file:
             json.dump(result, file, indent=1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -62,13 +62,6 @@ def device(monkeypatch):
 
     if not knobs.runtime.interpret:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):  # numpy makes no numbers of arrays of one element any more
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", round_off)
     return torch.device("cpu")

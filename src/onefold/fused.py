@@ -19,13 +19,8 @@ from onefold.calls import RULES, factors_of, form_of, format_of, plan_of, state_
 from onefold.native import Run, Step
 from onefold.rules import SGD
 
-_BLOCK, _WARPS = 4096, 32
-"""Four elements a thread: 16 bytes of fp32, the widest access there is, so that all tensors share one layout. As many
-threads as a multiprocessor starts at once, so that few of them are taken from what runs beside the update."""
-_PROGRAMS = 64
-"""How many of them."""
-_STAGES = 3
-"""Blocks that each has under way at once."""
+_BLOCK, _WARPS = 1024, 8
+"""Four elements a thread: 16 bytes of fp32, the widest access there is, so that all tensors share one layout."""
 _SCALARS, _STATES = 7, 3
 
 
@@ -60,13 +55,12 @@ class FusedKernel:
         state = state_of(step.rule.name, plan.state, run.state, numel, kind)
         if numel:
             with torch.cuda.device_of(run.weight):
-                self._launch[(min(-(-numel // _BLOCK), _PROGRAMS),)](
+                self._launch[(-(-numel // _BLOCK),)](
                     *(run.weight, run.exact, run.grad, *state, *[None] * (_STATES - len(state))),
                     *(numel, *factors, *plan.scalars, *[0.0] * (_SCALARS - len(plan.scalars))),
                     RULE=plan.number,
                     FORM=form,
                     BLOCK=_BLOCK,
-                    STAGES=_STAGES,
                     num_warps=_WARPS,
                     enable_fp_fusion=False,
                 )

@@ -156,16 +156,13 @@ def update(
     RULE: tl.constexpr,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Update `numel` elements from the pointers on, block by block. Pointers a rule has no use for are None."""
+    """Update `numel` elements from the pointers on, one block a program. Pointers a rule has no use for are None."""
     state, factors, scalars = (state0, state1, state2), (factor0, factor1), (s0, s1, s2, s3, s4, s5, s6)
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    whole = numel // BLOCK
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
     # Without a mask loads and stores are as wide as the pointers allow, whatever the length of the run.
-    for number in tl.range(program, whole, programs, num_stages=STAGES):
-        places = number * BLOCK + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:
         _block(weight, exact, grad, state, places, None, factors, scalars, RULE, FORM)
-    if program == whole % programs:
-        places = whole.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    else:
         _block(weight, exact, grad, state, places, places < numel, factors, scalars, RULE, FORM)
