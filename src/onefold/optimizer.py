@@ -6,6 +6,8 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from threading import Event
 from typing import Any
 from zlib import crc32
 
@@ -136,7 +138,20 @@ class Optimizer(torch.optim.Optimizer):
         return crc32(repr((self._rule.name, self.max_grad_norm, groups)).encode())
 
     def _update(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
-        """Make the updates, or start them where they run beside the computation. See [Note: The gated step]."""
+        """Make the updates, or start them where they run beside the computation. See [Note: The gated step].
+
+        Those of the host start first, since they take longest; what they send to other ranks waits until that of the
+        device was sent, so that it has one order on all ranks.
+        """
+        is_sent = Event()
+        try:
+            self._start(active, factors, is_sent)
+        finally:
+            is_sent.set()
+        for unit, _ in self._work:
+            unit.wait_refreshed()
+
+    def _start(self, active: set[tuple[int, int, int]], factors: Sequence[float], is_sent: Event) -> None:
         is_late = self._delay_after is not None and self._num_updates >= self._delay_after
         self._num_updates += 1
         for unit, updates in self._work:
@@ -147,12 +162,10 @@ class Optimizer(torch.optim.Optimizer):
                     continue
                 if is_late and update.flat.can_lag:
                     unit.update_late(update.flat, compute)
-                else:
-                    unit.update(update.flat, compute)
-                    started.append(update.flat)
+                    continue
+                unit.update(update.flat, compute if update.tier == Tier.DEVICE else partial(_then, compute, is_sent))
+                started.append(update.flat)
             unit.refresh(started)
-        for unit, _ in self._work:
-            unit.wait_refreshed()
 
     def _take_written(self) -> None:
         """Let updates that run away from the device start from what the user wrote into whole parameters since.
@@ -237,13 +250,12 @@ class Optimizer(torch.optim.Optimizer):
         return updates
 
     def _arrange(self) -> list[tuple[Unit, list[FlatUpdate]]]:
-        """Updates by unit, those of the device first: what they bring to other ranks is on its way, in one order on all
-        ranks, before a worker starts to bring anything."""
+        """Updates by unit, those of the host first."""
         by_unit: dict[int, list[FlatUpdate]] = {}
         for update in self._updates:
             by_unit.setdefault(update.unit_index, []).append(update)
         work = [(self._session.runtime.units[index], updates) for index, updates in sorted(by_unit.items())]
-        return sorted(work, key=lambda item: max(update.tier for update in item[1]))
+        return sorted(work, key=lambda item: -max(update.tier for update in item[1]))
 
     def _allow_delay(self, delay_after: int) -> int:
         """Take what delayed updates need.
@@ -295,6 +307,11 @@ class Optimizer(torch.optim.Optimizer):
             total = torch.tensor(norm, dtype=torch.float32)
             factors.append(float((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0)))
         return tuple(factor for factor in factors if factor != 1)
+
+
+def _then(compute: Callable[[], None], is_sent: Event) -> None:
+    compute()
+    is_sent.wait()
 
 
 def _groups(
