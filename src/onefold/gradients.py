@@ -24,6 +24,8 @@ from onefold.plan import Tier
 from onefold.streams import Chain, Finish, Lanes, Ticket
 from onefold.tier import Storehouse
 
+_ROW_NUMEL = 4096
+
 
 class Keep(Protocol):
     """How reduced gradients rest."""
@@ -98,7 +100,7 @@ class PartKeep:
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         kept = own if kept is None else kept.add_(own)
-        self.squares = _squares(kept)
+        self.squares = squares(kept)
         return kept
 
     def updated(self, kept: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ class AwayKeep(PartKeep):
             before, ticket = self._rest.fetch(kept)
             ticket.wait()
             own += before
-        self.squares = _squares(own)
+        self.squares = squares(own)
         self._filled = self._next
         self.left = self._rest.store(self._buffers[self._filled], own)
         return self._buffers[self._filled]
@@ -182,7 +184,7 @@ class WholeKeep:
             kept = local
         else:
             kept[self._range] += own
-        self.squares = _squares(kept[self._range])
+        self.squares = squares(kept[self._range])
         return kept
 
     def updated(self, kept: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ class ReplicatedKeep(WholeKeep):
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         kept = local if kept is None else kept.add_(local)
-        self.squares = _squares(kept[self._range])
+        self.squares = squares(kept[self._range])
         return kept
 
     def updated(self, kept: Tensor) -> Tensor:
@@ -299,17 +301,21 @@ class Gradients:
         held[self.keep.tier] = held.get(self.keep.tier, 0) + sum(tensor.nbytes for tensor in reserved)
         return held
 
-    def squares_of(self, slots: set[int]) -> Tensor:
-        """The sum of the squares of the gradients of some parameters, over this rank's averaged range (0-dim, fp64)."""
+    def squares_of(self, slots: set[int], is_exact: bool = False) -> Tensor:
+        """The sum of the squares of the gradients of some parameters, over this rank's averaged range (0-dim, fp64).
+
+        `is_exact`: summed in fp64 throughout.
+        """
         if self.reduced is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         is_all = len(slots) == len(self.layout.slots)
-        if is_all and self.keep.squares is not None:
+        if is_all and self.keep.squares is not None and not is_exact:
             return self.keep.squares
         own = self.keep.on_device(self.reduced)
         pieces = self.layout.pieces(self._comm.rank)
         parts = [own] if is_all else [own[piece.start : piece.stop] for piece in pieces if piece.slot in slots]
-        return sum(map(_squares, parts), torch.zeros((), dtype=torch.float64, device=self._device))
+        take = exact_squares if is_exact else squares
+        return sum(map(take, parts), torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _kept_of(self, slot: int) -> list[tuple[Tensor, int]]:
         """The part of one parameter's averaged gradient that is kept here, to be changed, and the index of its first
@@ -334,8 +340,24 @@ class Gradients:
         return views(whole, self.layout)
 
 
-def _squares(values: Tensor) -> Tensor:
-    """The sum of the squares (0-dim, fp64)."""
+def squares(values: Tensor) -> Tensor:
+    """The sum of the squares of `values` (1-D): 0-dim, fp64.
+
+    On a GPU torch would first write all of them down as fp64, for more time than an update takes. There rows are summed
+    in fp32, in one pass, and their sums in fp64; so a row whose sum overflows fp32 gives inf where `exact_squares` does
+    not.
+    """
+    return _squares_by_rows(values) if values.is_cuda else exact_squares(values)
+
+
+def _squares_by_rows(values: Tensor) -> Tensor:
+    in_rows = values.numel() - values.numel() % _ROW_NUMEL
+    rows: Tensor = torch.linalg.vector_norm(values[:in_rows].view(-1, _ROW_NUMEL), dim=1, dtype=torch.float32)
+    return rows.double().square().sum() + exact_squares(values[in_rows:])
+
+
+def exact_squares(values: Tensor) -> Tensor:
+    """As `squares`, summed in fp64 throughout."""
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm.square()
 

@@ -292,10 +292,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _global_norm(self) -> float:
         """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""
+        norm = self._norm()
+        # Finite gradients can overflow a sum that was taken quickly.
+        return norm if norm < float("inf") else self._norm(is_exact=True)
+
+    def _norm(self, is_exact: bool = False) -> float:
         session = self._session
         squares = torch.zeros((), dtype=torch.float64, device=session.device)
         for update in self._updates:
-            squares += update.squares()
+            squares += update.squares(is_exact)
         every = torch.zeros(session.comm.num_ranks, dtype=torch.float64, device=session.device)
         Ticket(session.comm.all_gather(every, squares.reshape(1))).wait()
         return float(every.sum().sqrt()) / self.loss_scale

@@ -37,8 +37,9 @@ class FlatUpdate(Protocol):
         to do. Gradients are first multiplied by `factors`, one after another."""
         ...
 
-    def squares(self) -> Tensor:
-        """The sum of the squares of the gradients of the parameters updated here, over this rank's range (0-dim)."""
+    def squares(self, is_exact: bool = False) -> Tensor:
+        """The sum of the squares of the gradients of the parameters updated here, over this rank's range (0-dim);
+        `is_exact`: summed in fp64 throughout."""
         ...
 
     def drop_gradients(self) -> None:
@@ -117,8 +118,8 @@ class _Update(Generic[Work]):
         self._update(master, grad, work)
         self._trained.master.store(master)
 
-    def squares(self) -> Tensor:
-        return self._trained.gradients.squares_of(self._mine)
+    def squares(self, is_exact: bool = False) -> Tensor:
+        return self._trained.gradients.squares_of(self._mine, is_exact)
 
     def drop_gradients(self) -> None:
         self._slots.drop(self._mine)
