@@ -4,6 +4,7 @@ leaves its curve and metrics, and explains itself when asked and when misused.""
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,33 @@ def test_every_plan_trains_the_same_model(trained, plan):
     assert got["sample"] == want["sample"]
 
 
+OFFLOADS = [("offload",), ("offload", "--fraction", "0.5"), ("offload", "--fraction", "auto")]
+
+
+@pytest.mark.parametrize("plan", OFFLOADS, ids=" ".join)
+def test_offloading_changes_only_rounding(trained, plan):
+    # The compiled host kernel rounds square roots differently from torch.
+    want, got = trained(2, "--plan", "zero_0")[0], trained(2, "--plan", *plan)[0]
+    assert losses(got) == pytest.approx(losses(want), abs=1e-4)
+    assert got["held_out_loss"] == pytest.approx(want["held_out_loss"], abs=1e-4)
+    assert got["memory_bytes_a_rank"]["predicted"] == got["memory_bytes_a_rank"]["measured"]
+
+
+def test_a_fraction_is_kept_on_the_device(trained):
+    whole, half = (trained(2, "--plan", *plan)[0]["memory_bytes_a_rank"]["measured"] for plan in OFFLOADS[:2])
+    assert half["optim"].keys() == {"device", "host"}
+    assert 0 < half["optim"]["host"] < whole["optim"]["host"]
+
+
+def test_delayed_updates_are_late_after_the_exact_ones(trained):
+    exact = trained(2, "--plan", "offload")[0]
+    late, printed, _ = trained(2, "--plan", "offload", "--delayed", "--delay-after", "2")
+    assert losses(late)[:3] == losses(exact)[:3]
+    assert losses(late)[3] != losses(exact)[3]
+    assert losses(late) == pytest.approx(losses(exact), abs=0.2)
+    assert "offload, fp32, 2 ranks (delayed)" in printed
+
+
 def test_the_number_of_ranks_changes_only_rounding(trained):
     one, two = trained(1, "--plan", "zero_3")[0], trained(2, "--plan", "zero_3")[0]
     assert (one["num_ranks"], two["num_ranks"]) == (1, 2)
@@ -112,6 +140,20 @@ def test_progress_is_printed_once_and_in_lines_without_a_terminal(trained):
     assert shown == ["1/5", "2/5", "4/5", "5/5"]
 
 
+def test_what_the_host_does_is_shown_where_it_holds_something(trained):
+    metrics, printed, _ = trained(2, "--plan", "offload")
+    shown = r"^step .* MiB a rank\n +host \d+ MiB  device busy \d+%, host busy \d+%, waiting \d+%$"
+    assert len(re.findall(shown, printed, re.MULTILINE)) == 4
+    held = sum(tiers.get("host", 0) for tiers in metrics["memory_bytes_a_rank"]["measured"].values())
+    assert {step["host_bytes"] for step in metrics["steps"]} == {held}
+    assert all(step["host_busy"] >= 0 and 0 <= step["host_wait"] <= 1 for step in metrics["steps"])
+    assert sum(step["host_busy"] for step in metrics["steps"]) > 0  # one by one: an update may end in the next step
+
+    metrics, printed, _ = trained(2, "--plan", "zero_3")
+    assert "host" not in printed
+    assert {step[name] for step in metrics["steps"] for name in ("host_bytes", "host_busy", "host_wait")} == {0}
+
+
 def test_the_curve_is_a_picture(trained):
     image = pytest.importorskip("matplotlib.image")
     pixels = torch.tensor(image.imread(trained(2, "--plan", "zero_3")[2] / "loss.png"))
@@ -136,17 +178,26 @@ def test_help_explains_every_plan():
     assert done.returncode == 0
     for word in (*NAMED_PLANS, "torchrun", "not built yet", "--micro-batch", "--config", "--checkpoint-activations"):
         assert word in done.stdout
+    for word in ("--fraction NUMBER|auto", "--delayed", "--delay-after", "device busy", "host busy", "waiting"):
+        assert word in done.stdout
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (("--plan", "zero_9"), ["zero_9", *NAMED_PLANS]),
-        (("--plan", "infinity"), ["disk", "DEVICE or on HOST"]),
+        (("--plan", "infinity"), ["disk", "OFFLOAD_3 is the nearest plan that runs"]),
         (("--width", 33), ["--width", "--heads", "33"]),
         (("--global-batch", 9, "--micro-batch", 2), ["9", "--micro-batch 2"]),
+        (("--fraction", "1.5"), ["--fraction", "'1.5'", "from 0 to 1", "auto"]),
+        (("--fraction", "half"), ["--fraction", "'half'", "from 0 to 1", "auto"]),
+        (("--plan", "zero_3", "--delayed"), ["delayed", "OFFLOAD", "no update can be late"]),
+        (("--delayed", "--delay-after", "-1"), ["--delay-after", "greater than or equal to 0"]),
     ],
-    ids=["no such plan", "tier not built", "heads", "micro-batch"],
+    ids=[
+        *("no such plan", "tier not built", "heads", "micro-batch", "fraction too large", "no fraction"),
+        *("nothing to delay", "negative delay"),
+    ],
 )
 def test_a_mistake_is_named(args, words, tmp_path):
     done = run(1, *TINY, *args, "--out", tmp_path)
@@ -173,6 +224,25 @@ def test_an_unknown_name_in_the_config_file_is_named(tmp_path):
     done = run(1, *TINY, "--config", config, "--out", tmp_path / "out")
     assert done.returncode != 0
     assert "widht" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "want"), [("fraction = 0.25", 0.25), ("fraction = 1", 1), ('fraction = "auto"', "auto")]
+)
+def test_the_config_file_takes_a_fraction(trained, tmp_path, line, want):
+    config = tmp_path / "run.toml"
+    config.write_text(f"{line}\n")
+    assert trained(1, "--config", config, "--plan", "offload")[0]["config"]["fraction"] == want
+
+
+@pytest.mark.parametrize("line", ["fraction = true", "fraction = nan", "fraction = [0.5]"])
+def test_a_bad_fraction_in_the_config_file_is_named(tmp_path, line):
+    config = tmp_path / "run.toml"
+    config.write_text(f"{line}\n")
+    done = run(1, *TINY, "--config", config, "--out", tmp_path / "out")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "from 0 to 1" in done.stderr
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

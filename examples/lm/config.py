@@ -5,11 +5,12 @@ Invariant: a `Config` that exists is consistent; `check_ranks` then holds it to 
 
 import enum
 import inspect
+import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,7 +40,25 @@ def _option(text: str, **kwargs: object) -> object:
     return typer.Option(help=text, **kwargs)
 
 
+def _fraction(given: object) -> float | Literal["auto"]:
+    """What `onefold.shard(fraction=...)` takes, from a flag's text or a TOML value."""
+    text = str(given)  # a TOML true becomes "True", which is refused, where float(True) would be 1
+    if text == "auto":
+        return "auto"
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0 <= fraction <= 1:
+        raise typer.BadParameter(f'{text!r} is neither a number from 0 to 1 nor "auto"')
+    return fraction
+
+
 PLAN_HELP = "Where the training state rests; the list is above."
+FRACTION_HELP = (
+    "How much of what the plan keeps off the device to keep on it after all: 0 (nothing) to 1 (everything), or auto, "
+    "as much as fits."
+)
 PRECISION_HELP = (
     "What parameters compute in. fp32: 16 bytes a parameter with AdamW. bf16: 14, its exact fp32 master weight being "
     "the bf16 weight plus 16 more bits. fp16: 16, with a dynamic loss scale."
@@ -51,6 +70,12 @@ class Config:
     """Every setting of a run; the command line is made from these fields."""
 
     plan: Annotated[PlanName, _option(PLAN_HELP, metavar="NAME")] = PlanName.zero_3
+    # A float or "auto"; typer knows no such type, so the parser decides.
+    fraction: Annotated[float | None, _option(FRACTION_HELP, metavar="NUMBER|auto", parser=_fraction)] = None
+    delayed: Annotated[
+        bool, _option("Let updates on the host take effect one step late, beside the next step (offload only).")
+    ] = False
+    delay_after: Annotated[int, _option("With --delayed, the number of updates that are exact first.", min=0)] = 40
     precision: Annotated[PrecisionName, _option(PRECISION_HELP)] = PrecisionName.fp32
     checkpoint_activations: Annotated[
         bool, _option("Keep only each block's input in forward; compute the rest again in backward.")
@@ -104,7 +129,7 @@ class Config:
                 f"{self.micro_batch}"
             )
 
-    def plain(self) -> dict[str, str | int | float | bool]:
+    def plain(self) -> dict[str, str | int | float | bool | None]:
         """The settings as JSON and TOML know them."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {

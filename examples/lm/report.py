@@ -27,7 +27,12 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one step was like. `loss` is the mean over the global batch; `grad_norm` is that before clipping."""
+    """What one step was like. `loss` is the mean over the global batch; `grad_norm` is that before clipping.
+
+    `host_bytes` is the training state this rank holds on the host. `host_busy` and `host_wait` are shares of the step's
+    time: updates on the host, which run beside the loop, and the loop's waits for them. An update is counted when it
+    ends, so one that began in the step before can bring `host_busy` above 1.
+    """
 
     step: int
     loss: float
@@ -37,6 +42,9 @@ class Record:
     skipped: bool
     seconds: float
     memory_bytes: int
+    host_bytes: int
+    host_busy: float
+    host_wait: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +66,10 @@ class Result:
 
 
 def title(config: Config, num_ranks: int) -> str:
-    """A run in a few words: plan, precision, ranks."""
-    return f"{config.plan.value}, {config.precision.value}, {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    """A run in a few words: plan, precision, ranks, and in parentheses what changes the plan."""
+    changes = [f"fraction {config.fraction}"] * (config.fraction is not None) + ["delayed"] * config.delayed
+    run = f"{config.plan.value}, {config.precision.value}, {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    return f"{run} ({', '.join(changes)})" if changes else run
 
 
 class Display:
@@ -69,7 +79,7 @@ class Display:
         self._config = config
         self._title = title(config, num_ranks)
         self._console = Console(quiet=rank > 0)
-        self._seconds = 0.0
+        self._seconds = self._host_busy = self._host_wait = 0.0
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
@@ -78,7 +88,8 @@ class Display:
             console=self._console,
             disable=rank > 0 or not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(self._title, total=config.steps, numbers="")
+        # Two short lines leave 100 columns room for the numbers, which have two lines as well.
+        self._task = self._bar.add_task(self._title.replace(" (", "\n("), total=config.steps, numbers="")
 
     def __enter__(self) -> "Display":
         if not self._console.is_terminal:
@@ -93,19 +104,31 @@ class Display:
 
     def show(self, record: Record) -> Record:
         """Show one step; returns it."""
-        # A running mean: single steps are noisy, and the first one pays for warm-up.
-        self._seconds = record.seconds if record.step <= 2 else 0.9 * self._seconds + 0.1 * record.seconds
+        # Running means: single steps are noisy, and the first one pays for warm-up.
+        old = 0.0 if record.step <= 2 else 0.9
+        self._seconds = old * self._seconds + (1 - old) * record.seconds
+        self._host_busy = old * self._host_busy + (1 - old) * record.host_busy
+        self._host_wait = old * self._host_wait + (1 - old) * record.host_wait
         tokens = self._config.global_batch * self._config.context
         numbers = (
             f"loss {record.loss:.3f}  {tokens / self._seconds:,.0f} tokens/s  "
             f"{record.memory_bytes / MIB:,.0f} MiB a rank{'  (skipped: overflow)' if record.skipped else ''}"
         )
+        if record.host_bytes:  # on a line of its own: one line of 100 columns has no room for it
+            numbers += f"\n{self._host_numbers(record)}"
         self._bar.update(self._task, completed=record.step, numbers=numbers)
         last = record.step == self._config.steps
         if not self._console.is_terminal and (record.step == 1 or last or record.step % self._config.log_every == 0):
-            line = f"step {record.step:>5}/{self._config.steps}  {numbers}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            start = f"step {record.step:>5}/{self._config.steps}  "
+            self._console.print(start + numbers.replace("\n", "\n" + " " * len(start)), highlight=False, soft_wrap=True)
         return record
+
+    def _host_numbers(self, record: Record) -> str:
+        # The device may stand still for other reasons too; what offloading adds is only the wait for the host.
+        return (
+            f"host {record.host_bytes / MIB:,.0f} MiB  device busy {max(0.0, 1 - self._host_wait):.0%}, "
+            f"host busy {self._host_busy:.0%}, waiting {self._host_wait:.0%}"
+        )
 
 
 def publish(result: Result) -> None:

@@ -7,7 +7,7 @@ number of ranks. Run it with `python examples/lm/train.py`, or with `torchrun`, 
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
@@ -52,6 +52,7 @@ class Trainer:
                 params=config.precision.value, loss_scale="dynamic" if config.precision is PrecisionName.fp16 else None
             ),
             compile=config.compile,
+            fraction=config.fraction,
         )
         self.optimizer = onefold.AdamW(
             self.model,
@@ -60,7 +61,10 @@ class Trainer:
             weight_decay=config.weight_decay,
             no_decay=("*.bias", "*norm*"),
             max_grad_norm=config.clip or None,
+            delayed=config.delayed,
+            delay_after=config.delay_after,
         )
+        self.host_bytes = onefold.predicted(self.model, self.optimizer).tier_bytes[onefold.Tier.HOST]
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
 
     def _lr_factor(self, step: int) -> float:
@@ -100,6 +104,7 @@ class Trainer:
     def steps(self) -> Iterator[report.Record]:
         """Train; yields one record a step. The last step's gradients stay in place, so that they can be measured."""
         self.model.train()
+        host_busy = host_wait = 0.0
         for step in range(self.config.steps):
             start = time.perf_counter()
             self.optimizer.zero_grad()
@@ -108,6 +113,10 @@ class Trainer:
             self.optimizer.step()
             if not self.optimizer.skipped:  # fp16 skips a step whose gradients overflowed
                 self.schedule.step()
+            seconds = time.perf_counter() - start
+            # The host updates beside the loop: what it did since the last step ended is counted to this one.
+            busy_before, host_busy = host_busy, self.optimizer.host_busy_s
+            wait_before, host_wait = host_wait, self.optimizer.host_wait_s
             yield report.Record(
                 step=step + 1,
                 loss=loss,
@@ -115,8 +124,11 @@ class Trainer:
                 grad_norm=self.optimizer.grad_norm,
                 loss_scale=self.optimizer.loss_scale,
                 skipped=self.optimizer.skipped,
-                seconds=time.perf_counter() - start,
+                seconds=seconds,
                 memory_bytes=_memory_bytes(self.device),
+                host_bytes=self.host_bytes,
+                host_busy=(host_busy - busy_before) / seconds,
+                host_wait=(host_wait - wait_before) / seconds,
             )
 
     @torch.no_grad()
@@ -135,6 +147,21 @@ class Trainer:
         self.model.eval()
         prompt = torch.tensor(list(data.encode(self.config.prompt)), device=self.device)
         return data.decode(generate(self.model, prompt, self.config.sample_tokens, 0.6, self.config.seed))
+
+    def result(self, records: Sequence[report.Record]) -> report.Result:
+        """What the run came to, measured after its last step."""
+        budgets = onefold.predicted(self.model, self.optimizer), onefold.measured(self.model, self.optimizer)
+        self.optimizer.zero_grad()  # evaluation needs no gradients
+        return report.Result(
+            config=self.config,
+            num_ranks=self.num_ranks,
+            device=str(self.device.type),
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            records=records,
+            held_out_loss=self.held_out_loss(),
+            sample=self.sample(),
+            budgets=budgets,
+        )
 
 
 def _device(wanted: Device) -> torch.device:
@@ -177,7 +204,15 @@ def run(config: Config) -> None:
         offload_3  zero_3, with everything in host memory
         infinity   zero_3, with parameters and optimizer state on disk
     The last needs the disk tier, which is not built yet: Onefold refuses it
-    and says so.
+    and says so. Of what a plan keeps off the device, --fraction brings a part
+    back: --plan offload --fraction 0.5 is halfway between offload and zero_2.
+
+    \b
+    Where a plan keeps state on the host, progress also shows
+        host MiB     training state in this rank's host memory
+        device busy  share of the time the loop did not wait for the host
+        host busy    share of the time updates ran on the host
+        waiting      share of the time the loop waited for those updates
     """
     try:
         trainer = Trainer(config)
@@ -185,18 +220,7 @@ def run(config: Config) -> None:
         raise typer.BadParameter(str(error)) from error
     with report.Display(config, trainer.rank, trainer.num_ranks) as display:
         records = [display.show(record) for record in trainer.steps()]
-    budgets = onefold.predicted(trainer.model, trainer.optimizer), onefold.measured(trainer.model, trainer.optimizer)
-    trainer.optimizer.zero_grad()  # evaluation needs no gradients
-    result = report.Result(
-        config=config,
-        num_ranks=trainer.num_ranks,
-        device=str(trainer.device.type),
-        num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-        records=records,
-        held_out_loss=trainer.held_out_loss(),
-        sample=trainer.sample(),
-        budgets=budgets,
-    )
+    result = trainer.result(records)
     if trainer.rank == 0:
         report.publish(result)
     if dist.is_initialized():
