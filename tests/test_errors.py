@@ -150,7 +150,7 @@ def test_a_plan_that_breaks_a_law_names_it(law):
 
 
 def test_a_tier_that_is_not_built_is_refused():
-    with pytest.raises(PlanError, match=r"DEVICE or on HOST.*OFFLOAD_3"):
+    with pytest.raises(PlanError, match=r"DEVICE and on HOST.*OFFLOAD_3"):
         onefold.shard(Stack(), onefold.INFINITY)
 
 

@@ -10,6 +10,8 @@ order, in at least fp32, so a gradient's bits depend neither on where a paramete
 NCCL chooses its own order; there plans agree to rounding.
 """
 
+import atexit
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -88,8 +90,19 @@ class LocalComm:
 _made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], tuple[Any, ...]]] = WeakKeyDictionary()
 
 
+_GRACE_S = 0.1
+
+
+def _linger() -> None:
+    """A thread of gloo lets go of a collective's tensors a moment after everybody was told that it is done, and needs
+    the interpreter for it: one that ends meanwhile makes it abort the process. Nothing tells when it has."""
+    time.sleep(_GRACE_S)
+
+
 def _groups(ranks: tuple[int, ...], backend: str) -> tuple[Any, ...]:
     """The groups for gathers, reductions, refreshes and control messages over `ranks`; made once."""
+    atexit.unregister(_linger)
+    atexit.register(_linger)
     made = _made.setdefault(dist.group.WORLD, {})
     if (ranks, backend) not in made:
         kinds = (backend, backend, backend, "gloo")
