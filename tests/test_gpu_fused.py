@@ -281,7 +281,9 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"), [(None, "Triton is not installed"), (object(), "RuntimeError: no C compiler")], ids=str
+    ("found", "said"),
+    [(None, "Triton is not installed"), (object(), "RuntimeError: no C compiler")],
+    ids=["not installed", "not working"],
 )
 def test_without_triton_torch_updates_and_the_log_says_so_once(monkeypatch, caplog, chosen_anew, found, said):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
