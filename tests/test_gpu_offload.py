@@ -127,7 +127,7 @@ def stressed(plan, is_disturbed, **options):
     optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=0.5, **options)
     if is_disturbed:
         lanes, generator = session_of(model, "the test").runtime.units[0]._lanes, torch.Generator().manual_seed(0)
-        for lane in (lanes.up, lanes.down, lanes.gather, lanes.reduce, lanes.update):
+        for lane in (lanes.up, lanes.down, lanes.gather, lanes.reduce):
             delayed(lane, generator)
     generator = torch.Generator().manual_seed(1)
     for step in range(200):

@@ -142,8 +142,6 @@ class Lanes(Protocol):
 
     gather: Lane
     reduce: Lane
-    update: Lane
-    """Updates of state that rests on the device."""
     up: Lane
     """Copies from host memory."""
     down: Lane
@@ -185,7 +183,6 @@ class HostLanes:
     def __init__(self) -> None:
         self.gather: Lane = HostLane()
         self.reduce: Lane = HostLane()
-        self.update: Lane = HostLane()
         self.up: Lane = HostLane()
         self.down: Lane = HostLane()
 
@@ -223,13 +220,12 @@ class StreamLane:
 
 
 class StreamLanes:
-    """Lanes of a CUDA device: one stream each for gathers, reductions, updates and the two ways over the host link."""
+    """Lanes of a CUDA device: one stream each for gathers, reductions and the two ways over the host link."""
 
     def __init__(self, device: torch.device) -> None:
         gather = StreamLane(device)
         self.gather: Lane = gather
         self.reduce: Lane = StreamLane(device)
-        self.update: Lane = StreamLane(device)
         self.up: Lane = StreamLane(device)
         self.down: Lane = StreamLane(device)
         self._gather_stream = gather.stream

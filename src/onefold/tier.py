@@ -92,9 +92,9 @@ class Device:
         return tensor, Ticket()
 
     def run(self, update: Callable[[], None], then: Callable[[Ticket], None]) -> Ticket:
-        done = self._lanes.update.run(update, after=[self._lanes.mark()], keep=[update])
-        then(done.copy())
-        return done
+        update()  # beside the next forward it would take as much from that as it takes by itself
+        then(self._lanes.mark())
+        return Ticket()
 
 
 class Host:
