@@ -42,7 +42,7 @@ class FlatSpec:
     @property
     def unpadded(self) -> UnitBytes:
         """Whole parameters and gradients without padding."""
-        numel = self.layout.numel - self.layout.padding_numel
+        numel = self.layout.used_numel
         return UnitBytes(params=numel * self.param_itemsize, grads=numel * self.grad_itemsize)
 
     @property

@@ -30,6 +30,13 @@ class _Kind:
     is_trained: bool
 
 
+_MASTERS: Mapping[str, type[OwnMaster | SplitMaster | CopyMaster]] = {
+    "own": OwnMaster,
+    "split": SplitMaster,
+    "fp32": CopyMaster,
+}
+
+
 class Rest:
     """Where the state of one unit rests, by its single-tier plan."""
 
@@ -67,8 +74,8 @@ class Formats:
             part = UnitBytes(params=param.numel() * kind.dtype.itemsize, grads=param.numel() * grad_itemsize)
             size = UnitBytes.of((size, part))
             if kind.is_trained:
-                master = {"own": 0, "split": 2, "fp32": 4}[self.precision.master_form(kind.dtype)]
-                optim += param.numel() * (2 * exact_dtype(kind.dtype).itemsize + master)
+                master = _MASTERS[self.precision.master_form(kind.dtype)]
+                optim += param.numel() * (2 * exact_dtype(kind.dtype).itemsize + master.itemsize)
         return UnitStates(size=size, optim=optim)
 
 

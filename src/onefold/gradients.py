@@ -72,8 +72,8 @@ class Keep(Protocol):
         ...
 
 
-class PartKeep:
-    """Only this rank's shard is kept."""
+class _DeviceKeep:
+    """What rests on the device."""
 
     tier = Tier.DEVICE
     reserved: Sequence[Tensor] = ()
@@ -81,22 +81,26 @@ class PartKeep:
     lent = Ticket()
     squares: Tensor | None = None
 
-    def __init__(self, layout: Layout, comm: Comm) -> None:
-        self._layout = layout
-        self.start = layout.shard_range(comm.rank)[0]
-
     def lend(self, until: Ticket) -> None:
         self.lent = until
 
     def add_buffer(self) -> None:
         """Updates off the device read a copy of what rests on it."""
 
+    def finish(self, local: Tensor, own: Tensor) -> Finish | None:
+        return None
+
+
+class PartKeep(_DeviceKeep):
+    """Only this rank's shard is kept."""
+
+    def __init__(self, layout: Layout, comm: Comm) -> None:
+        self._layout = layout
+        self.start = layout.shard_range(comm.rank)[0]
+
     def target(self, local: Tensor) -> Tensor:
         numel = self._layout.shard_numel
         return local if numel == local.numel() else local.new_empty(numel)
-
-    def finish(self, local: Tensor, own: Tensor) -> Finish | None:
-        return None
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         kept = own if kept is None else kept.add_(own)
@@ -154,30 +158,16 @@ class AwayKeep(PartKeep):
         return here
 
 
-class WholeKeep:
+class WholeKeep(_DeviceKeep):
     """The whole buffer is kept, this rank's range of it averaged."""
 
-    tier = Tier.DEVICE
     start = 0
-    reserved: Sequence[Tensor] = ()
-    left = Ticket()  # what is on the device can be read in the order of the computation
-    lent = Ticket()
-    squares: Tensor | None = None
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._range = slice(*layout.shard_range(comm.rank))
 
-    def lend(self, until: Ticket) -> None:
-        self.lent = until
-
-    def add_buffer(self) -> None:
-        """Updates off the device read a copy of what rests on it."""
-
     def target(self, local: Tensor) -> Tensor:
         return local[self._range]
-
-    def finish(self, local: Tensor, own: Tensor) -> Finish | None:
-        return None
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         if kept is None:

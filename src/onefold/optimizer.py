@@ -160,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
                 compute = update.prepare(active, factors)
                 if compute is None:
                     continue
-                if is_late and update.flat.can_lag:
+                if is_late and update.flat.has_twin:
                     unit.update_late(update.flat, compute)
                     continue
                 unit.update(update.flat, compute if update.tier == Tier.DEVICE else partial(_then, compute, is_sent))
@@ -265,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not isinstance(delay_after, int) or delay_after < 0:
             raise OptimizerError(f"delay_after={delay_after!r}: give the number of updates to make exactly first")
-        lagging = [update.flat for update in self._updates if update.flat.can_lag]
+        lagging = [update.flat for update in self._updates if update.flat.has_twin]
         if not lagging:
             raise OptimizerError(
                 f"delayed=True needs optimizer state that rests farther away than the weights (OFFLOAD), so that old "

@@ -74,8 +74,10 @@ def shard(
     specs = together(comm, lambda: discover(target, units))
     check_agreement(comm, target, specs, f"{plan}, fraction={fraction}", precision)
     formats, cores = Formats(target, precision), update_cores(comm)
-    plan = keep_some(plan, fraction, [formats.states(spec) for spec in specs], comm, device, len(cores))
-    session = _open_session(target, specs, plan, formats, comm, device, prefetch_bytes, cores)
+    states = [formats.states(spec) for spec in specs]
+    plan = keep_some(plan, fraction, states, comm, device, len(cores))
+    plans = unit_plans(plan, [each.size for each in states])
+    session = _open_session(target, specs, plan, plans, formats, comm, device, prefetch_bytes, cores)
     session.attach(target)
     _install(target, specs, session, torch.compile if compile else compiler)
     if target is not model:
@@ -88,6 +90,7 @@ def _open_session(
     model: nn.Module,
     specs: Sequence[UnitSpec],
     plan: Plan,
+    plans: Sequence[Plan],
     formats: Formats,
     comm: Comm,
     device: torch.device,
@@ -97,7 +100,6 @@ def _open_session(
     lanes, precision = lanes_for(device), formats.precision
     houses = storehouses(plan, device, lanes, cores)
     builder = Builder(formats, device, comm, lanes, houses)
-    plans = unit_plans(plan, [formats.states(spec).size for spec in specs])
     built = _build(model, specs, plans, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))

@@ -80,13 +80,8 @@ class Flat:
         return self.buffer.layout
 
     @property
-    def can_lag(self) -> bool:
-        """Whether an update can be made while the weights of the one before are in use."""
-        return self.has_twin
-
-    @property
     def has_twin(self) -> bool:
-        """Whether updates write a twin of `weight`."""
+        """Whether updates write a twin of `weight`, so that one can be made while the weights before it are in use."""
         return self.trained is not None and self.trained.has_twin
 
     def publish(self, lanes: Lanes, after: Ticket) -> Ticket:
