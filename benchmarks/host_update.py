@@ -1,25 +1,30 @@
-"""Times the host update of Adam's weights against this machine's memory and against torch.
+"""Times the host update of Adam's weights against this machine's memory, against torch and against DeepSpeed.
 
     python benchmarks/host_update.py [--numel 100_000_000] [--threads 2] [--repeats 7] [--json FILE]
 
 Prints a table, then one line of JSON. GB/s counts the bytes that a step has to move: 26 a parameter with the split
 master (two 16-bit halves and two fp32 moments in and out, a 16-bit gradient in), 28 with an fp32 master (and 16-bit
-weights out). torch's optimizers read fp32 gradients and write no 16-bit weights: 28 too. The rulers are a copy of the
-same number of bytes by the same threads, counted at both ends, and a multiplication in place: it reads each line before
-it writes it, as an update does, and so spares the reading that a plain store causes. One run of everything per repeat,
-medians over repeats: what disturbs the machine disturbs all rows.
+weights out). torch's optimizers and DeepSpeedCPUAdam read fp32 gradients and write no 16-bit weights: 28 too. DeepSpeed
+compiles its kernel at first use; where it is not installed its row is missing, and the table says so. The rulers are a
+copy of the same number of bytes by the same threads, counted at both ends, and a multiplication in place: it reads each
+line before it writes it, as an update does, and so spares the reading that a plain store causes. One run of everything
+per repeat, medians over repeats: what disturbs the machine disturbs all rows.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from offload import processor
+from offload_peers import find_compilers
 from onefold import rules
 from onefold.dtypes import split
 from onefold.native import NativeKernel, Run, Step, TorchKernel, find_library, levels, load_library
@@ -74,6 +79,21 @@ def torch_rows(numel: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
         yield name, COPY_BYTES, lambda optimizer=optimizer: void(optimizer.step())
 
 
+def deepspeed_rows(numel: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """DeepSpeed's kernel for the same work, if it is installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        print("DeepSpeed is not installed: no row of DeepSpeedCPUAdam")
+        return
+    find_compilers("cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    param = torch.nn.Parameter(weights(numel))
+    param.grad = weights(numel)
+    optimizer = DeepSpeedCPUAdam([param], weight_decay=0.1, adamw_mode=True)
+    yield f"DeepSpeedCPUAdam {deepspeed.__version__}", COPY_BYTES, lambda: void(optimizer.step())
+
+
 def ruler_rows(numel: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """As many bytes, half of them read and half written."""
     source, target = (torch.ones(numel * SPLIT_BYTES // 8) for _ in range(2))
@@ -83,7 +103,7 @@ def ruler_rows(numel: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
 def measure(numel: int, threads: int, repeats: int) -> list[dict[str, object]]:
     torch.set_num_threads(threads)
-    rows = [*ruler_rows(numel), *our_rows(numel, threads), *torch_rows(numel)]
+    rows = [*ruler_rows(numel), *our_rows(numel, threads), *torch_rows(numel), *deepspeed_rows(numel)]
     seconds: dict[str, list[float]] = {name: [] for name, _, _ in rows}
     for repeat in range(repeats + 1):  # the first one warms up: pages, threads, optimizer state
         for name, _, step in rows:
@@ -121,7 +141,9 @@ def main() -> None:
             f"{row['row']:<34}{row['seconds']:>9.4f}{row['fastest_seconds']:>9.4f}"
             f"{row['bytes_a_parameter']:>7}{row['gb_per_s']:>8.1f}"
         )
-    text = json.dumps({"numel": args.numel, "threads": args.threads, "repeats": args.repeats, "rows": rows})
+    machine = {"date": datetime.now(UTC).date().isoformat(), "cpu": processor(), "torch": torch.__version__}
+    settings = {"numel": args.numel, "threads": args.threads, "repeats": args.repeats}
+    text = json.dumps({**machine, **settings, "rows": rows})
     print(text)
     if args.json:
         args.json.write_text(text + "\n", encoding="utf-8")

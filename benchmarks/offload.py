@@ -192,6 +192,11 @@ def peer(name: str, words: argparse.Namespace) -> dict[str, Any]:
     return {"system": name, "error": f"{reason}; it said last: {last}"}
 
 
+def processor() -> str:
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
+
+
 def machine(device: str) -> dict[str, Any]:
     """What the numbers depend on."""
 
@@ -208,13 +213,12 @@ def machine(device: str) -> dict[str, Any]:
         except (OSError, subprocess.CalledProcessError, IndexError):
             return "unknown"
 
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
         "driver": driver(),
         "cuda": torch.version.cuda,
-        "cpu": names[0] if names else platform.machine(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "host_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
