@@ -55,7 +55,7 @@ class Door:
 
 
 DOORS = (
-    Door(names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing")),
+    Door(names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint")),
     Door(
         names=(
             *("torch.Stream", "torch.Event", "torch.cuda.streams", "torch.cuda.graphs"),

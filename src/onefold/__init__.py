@@ -4,6 +4,7 @@ once."""
 from onefold import errors
 from onefold.access import accumulate, gathered, measured, predicted
 from onefold.budget import Budget
+from onefold.checkpoint import load, save
 from onefold.dtypes import DynamicLossScale, Precision
 from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
 from onefold.plan import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
@@ -32,7 +33,9 @@ __all__ = [
     "accumulate",
     "errors",
     "gathered",
+    "load",
     "measured",
     "predicted",
+    "save",
     "shard",
 ]

@@ -75,6 +75,8 @@ class _Gathered:
         runtime = self._session.runtime
         runtime.settle()
         runtime.catch_up()
+        if self._write:
+            self._session.wait_for_readers()
         active = self._session.reducer.flush()
         for unit in self._units:
             if not unit.is_gathered:

@@ -17,11 +17,14 @@ from onefold.errors import OnefoldError, ShardError
 Result = TypeVar("Result")
 
 
-def together(comm: Comm, attempt: Callable[[], Result]) -> Result:
+def together(
+    comm: Comm, attempt: Callable[[], Result], kind: type[OnefoldError] = ShardError, did: str = "refused its model"
+) -> Result:
     """What `attempt` returns, unless it fails on any rank.
 
     Raises:
-        OnefoldError: the attempt's own, on the rank where it failed; a ShardError naming that rank on the others.
+        OnefoldError: the attempt's own, on the rank where it failed; one of `kind` on the others, saying which rank it
+            was and what it `did`.
     """
     result: Result | None = None
     problem: OnefoldError | None = None
@@ -34,7 +37,7 @@ def together(comm: Comm, attempt: Callable[[], Result]) -> Result:
         raise problem
     failed = next((rank for rank, story in enumerate(stories) if story is not None), None)
     if failed is not None:
-        raise ShardError(f"rank {failed} refused its model, so rank {comm.rank} stops too: {stories[failed]}")
+        raise kind(f"rank {failed} {did}, so rank {comm.rank} stops too: {stories[failed]}")
     return result  # type: ignore[return-value]
 
 

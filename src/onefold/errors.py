@@ -12,7 +12,8 @@ way out. The tree:
     ├── OrderMismatchError      ranks use units in different orders
     ├── OptimizerError          an optimizer that cannot work on flat shards, or does not match the model
     ├── LossScaleError          the loss scale cannot be lowered any further
-    └── HostMemoryError         the host tier does not get the memory it needs
+    ├── HostMemoryError         the host tier does not get the memory it needs
+    └── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
 """
 
 
@@ -50,6 +51,10 @@ class OptimizerError(OnefoldError, ValueError):
 
 class LossScaleError(OnefoldError):
     """The dynamic loss scale is at its minimum and the gradients still overflow."""
+
+
+class CheckpointError(OnefoldError):
+    """A checkpoint cannot be written, is not whole, or does not fit what it is loaded into."""
 
 
 class HostMemoryError(OnefoldError, MemoryError):
