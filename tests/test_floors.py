@@ -35,7 +35,7 @@ FLOORS = (
         ),
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
-    ("face", ("tensor", "discover", "agree", "meta", "fraction", "build", "access", "shard", "checkpoint")),
+    ("face", ("tensor", "discover", "agree", "meta", "fraction", "build", "access", "ema", "shard", "checkpoint")),
     ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
     ("roof", ("__init__",)),
 )

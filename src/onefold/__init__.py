@@ -6,11 +6,13 @@ from onefold.access import accumulate, gathered, measured, predicted
 from onefold.budget import Budget
 from onefold.checkpoint import load, save
 from onefold.dtypes import DynamicLossScale, Precision
+from onefold.ema import EMA
 from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
 from onefold.plan import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
 from onefold.shard import shard
 
 __all__ = [
+    "EMA",
     "INFINITY",
     "OFFLOAD",
     "OFFLOAD_3",

@@ -56,15 +56,13 @@ class Session:
         Raises:
             CheckpointError: one failed, and nobody heard of it yet.
         """
-        saves, self.saves = self.saves, []
-        for wait in saves:
-            wait()
+        while self.saves:
+            self.saves.pop()()
 
     def wait_for_readers(self) -> None:
         """Come back when resting state may be changed."""
-        readers, self.readers = self.readers, []
-        for wait in readers:
-            wait()
+        while self.readers:
+            self.readers.pop()()
 
     def attach(self, model: nn.Module) -> None:
         """Make the session findable from the model and from each of its parameters."""

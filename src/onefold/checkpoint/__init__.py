@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from onefold.ema import EMA
 from onefold.errors import CheckpointError
 from onefold.optimizer import Optimizer
 from onefold.session import session_of
@@ -33,6 +34,7 @@ def save(
     *,
     scheduler: Any = None,
     loader: Any = None,
+    ema: EMA | None = None,
     extra: Any = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
@@ -41,8 +43,7 @@ def save(
 ) -> "Saving":
     """Write a checkpoint of a sharded model; every rank calls it, between steps.
 
-    It holds exact weights (the master's), optimizer state, hyper-parameters of each group, loss scale, random states,
-    frozen weights and buffers (rank 0's), by the user's names and in the user's shapes, for any number of ranks and any
+    It holds what a run needs to go on, by the user's names and in the user's shapes, for any number of ranks and any
     plan. It appears under `path` at once, when all of it is on the disk, and replaces one that stood there.
 
     Args:
@@ -51,6 +52,7 @@ def save(
         optimizer: its optimizer; None saves the weights alone.
         scheduler: a learning-rate scheduler, or several in a list: objects with `state_dict`.
         loader: this rank's data loader (torchdata's StatefulDataLoader, say); of use at the same number of ranks.
+        ema: the average of the weights, to be saved with them.
         extra: what `load` shall return: numbers, strings, tensors and containers of them; rank 0's counts.
         keep_last: how many checkpoints to keep beside and including this one; older ones are removed afterwards.
         asynchronous: return when training may go on, and write beside it. See [Note: Saving beside training].
@@ -58,7 +60,7 @@ def save(
         files: the file operations to use.
 
     Returns:
-        The save: `wait()` for it if it is asynchronous. The next save, and the end of the program, wait as well.
+        The save: `wait()` for it if it is asynchronous. The next save and the end of the program do.
 
     Raises:
         CheckpointError: on every rank, if any rank cannot save or write something. Older checkpoints stay as they were.
@@ -69,10 +71,10 @@ def save(
     session = session_of(model, "onefold.save")
     if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
         raise CheckpointError(f"keep_last={keep_last!r}: give the number of checkpoints to keep, 1 or more, or None")
-    wishes = saving.Wishes(
-        keep_last=keep_last, asynchronous=asynchronous, progress=progress, files=Files() if files is None else files
+    wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
+    collect = partial(
+        contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
     )
-    collect = partial(contents.collect, session, model, optimizer, scheduler, loader, extra)
     return saving.save(session, Path(path).absolute(), collect, wishes)
 
 
@@ -83,6 +85,7 @@ def load(
     *,
     scheduler: Any = None,
     loader: Any = None,
+    ema: EMA | None = None,
     random_states: bool = True,
     progress: bool = True,
     files: "Files | None" = None,
@@ -99,6 +102,7 @@ def load(
         optimizer: its optimizer; None loads weights and buffers alone.
         scheduler: a learning-rate scheduler, or as many in a list as were saved.
         loader: this rank's data loader; the number of ranks has to be that of the save.
+        ema: the average of the weights, to be loaded with them.
         random_states: whether random generators go on where they were. A rank that had no counterpart keeps its own.
         progress: show a bar on a terminal (rank 0, with `rich` installed).
         files: the file operations to use.
@@ -114,6 +118,6 @@ def load(
     from onefold.checkpoint.files import Files
 
     session = session_of(model, "onefold.load")
-    job = loading.Job(session, model, optimizer, Files() if files is None else files, progress)
+    job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, progress)
     rest = partial(loading.take_rest, session, scheduler=scheduler, loader=loader, random_states=random_states)
     return loading.load(session, Path(path).absolute(), job, rest)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from onefold.checkpoint.codec import dtype_name, encode
 from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, persistent_buffers, updates_of, whole_entry
+from onefold.ema import EMA
 from onefold.optimizer import Optimizer
 from onefold.session import Session
 
@@ -27,10 +28,17 @@ class Contents:
 
 
 def collect(
-    session: Session, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, loader: Any, extra: Any
+    session: Session,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    scheduler: Any,
+    loader: Any,
+    ema: EMA | None,
+    extra: Any,
 ) -> Contents:
     """All that a run needs to go on, as this rank has it."""
-    entries, aside = list(own_entries(session, optimizer)), list[Entry]()
+    entries, aside = list(own_entries(session, optimizer, ema)), list[Entry]()
     is_first = session.comm.rank == 0
 
     def keep(tensor: Tensor) -> str:
@@ -50,6 +58,7 @@ def collect(
         "buffers": {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()},
         "scaler": encode(session.scaler.state_dict(), "the loss scale"),
         "optimizer": None if optimizer is None else _optimizer(session, optimizer),
+        "has_ema": ema is not None,
         "schedulers": [encode(each.state_dict(), f"scheduler {index}") for index, each in enumerate(schedulers)],
         "extra": encode(extra, "extra", keep) if is_first else None,
     }

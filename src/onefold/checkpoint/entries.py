@@ -1,7 +1,7 @@
 """Owns what a checkpoint holds of a model and its optimizer, as tensors of which each rank has some elements.
 
 Names in a checkpoint: `model.NAME` (exact weights: the master where there is one), `optimizer.STATE.NAME`,
-`buffer.NAME`, `extra.N`. Shapes are the user's; what rank, plan, tier or unit they came from does not show.
+`ema.NAME`, `buffer.NAME`, `extra.N`. Shapes are the user's; what rank, plan, tier or unit they came from does not show.
 
 [Note: Whose elements]
 Saving, every element is written by one rank: the one whose shard it lies in, whatever the plan keeps besides. Loading,
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from onefold.buffer import Master, OwnMaster, exact_dtype
+from onefold.ema import EMA
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
 from onefold.session import Session
-from onefold.unit import Flat
+from onefold.unit import Flat, Trained
 from onefold.update import FlatUpdate
 
 
@@ -41,9 +42,9 @@ class Entry:
     """Whether the memory behind it stays as it is until the optimizer's next step: it rests on the host."""
 
 
-def own_entries(session: Session, optimizer: Optimizer | None) -> Iterator[Entry]:
+def own_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
     """What this rank writes: its shard of everything."""
-    for flat, entry, slot in _entries(session, optimizer):
+    for flat, entry, slot in _entries(session, optimizer, ema):
         low, high = flat.layout.shard_range(session.comm.rank)
         where = flat.layout.slots[slot]
         start, stop = max(entry.start, low - where.start), min(entry.stop, high - where.start)
@@ -51,9 +52,9 @@ def own_entries(session: Session, optimizer: Optimizer | None) -> Iterator[Entry
             yield _between(entry, start, stop)
 
 
-def kept_entries(session: Session, optimizer: Optimizer | None) -> Iterator[Entry]:
-    """What this rank reads: all that it keeps."""
-    return (entry for _, entry, _ in _entries(session, optimizer))
+def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
+    """What this rank reads: all that it updates."""
+    return (entry for _, entry, _ in _entries(session, optimizer, ema))
 
 
 def buffer_entries(model: nn.Module) -> Iterator[Entry]:
@@ -115,14 +116,18 @@ def _between(entry: Entry, start: int, stop: int) -> Entry:
     )
 
 
-def _entries(session: Session, optimizer: Optimizer | None) -> Iterator[tuple[Flat, Entry, int]]:
-    """Flat buffer, entry and slot of everything that this rank keeps, unit by unit."""
+def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[tuple[Flat, Entry, int]]:
+    """Flat buffer, entry and slot of everything that this rank updates, unit by unit."""
     updates = updates_of(optimizer)
+    averages = {} if ema is None else {id(flat): average for flat, average in ema.averages}
     for flat in (flat for unit in session.runtime.units for flat in unit.flats):
         for slot, entry in _weights(session, flat):
             yield flat, entry, slot
         if id(flat) in updates:
             for slot, entry in _states(updates[id(flat)]):
+                yield flat, entry, slot
+        if id(flat) in averages and flat.trained is not None:
+            for slot, entry in _averages(flat, flat.trained, averages[id(flat)]):
                 yield flat, entry, slot
 
 
@@ -164,6 +169,24 @@ def _states(update: FlatUpdate) -> Iterator[tuple[int, Entry]]:
                 read=_reader(part.tensor, part.first),
                 write=_writer(part.tensor, part.first),
                 is_still=update.tier == Tier.HOST,
+            ),
+        )
+
+
+def _averages(flat: Flat, trained: Trained, average: Tensor) -> Iterator[tuple[int, Entry]]:
+    for piece in flat.layout.pieces_between(trained.start, trained.start + trained.numel):
+        part = average[piece.start : piece.stop]
+        yield (
+            piece.slot,
+            Entry(
+                key=f"ema.{flat.names[piece.slot]}",
+                shape=flat.layout.slots[piece.slot].shape,
+                dtype=average.dtype,
+                start=piece.slot_start,
+                stop=piece.slot_start + piece.numel,
+                read=_reader(part, piece.slot_start),
+                write=_writer(part, piece.slot_start),
+                is_still=trained.rest.tier == Tier.HOST,
             ),
         )
 

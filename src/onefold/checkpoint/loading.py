@@ -22,6 +22,7 @@ from onefold.checkpoint.files import Files
 from onefold.checkpoint.plans import EntryLoadPlanner
 from onefold.checkpoint.saving import alone_is_fine, as_ours, failure
 from onefold.checkpoint.storage import Reader
+from onefold.ema import EMA
 from onefold.errors import CheckpointError, OptimizerError
 from onefold.optimizer import Optimizer
 from onefold.session import Session
@@ -55,11 +56,18 @@ class Job:
     """Reads a checkpoint into a model and its optimizer."""
 
     def __init__(
-        self, session: Session, model: nn.Module, optimizer: Optimizer | None, files: Files, progress: bool
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        ema: EMA | None,
+        files: Files,
+        progress: bool,
     ) -> None:
         self._session = session
         self._model = model
         self._optimizer = optimizer
+        self._ema = ema
         self._files = files
         self._progress = progress
 
@@ -71,7 +79,7 @@ class Job:
         agree(partial(as_ours, lambda: self._check(reader)), kind=CheckpointError)
         session.runtime.settle()
         session.runtime.catch_up()
-        entries = [*kept_entries(session, self._optimizer), *buffer_entries(self._model)]
+        entries = [*kept_entries(session, self._optimizer, self._ema), *buffer_entries(self._model)]
         total = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
         group = session.comm.side_group()
         with bar(f"loading {path.name}", total, self._progress and session.comm.rank == 0) as advance:
@@ -84,7 +92,8 @@ class Job:
                 raise (_Damaged(str(told)) if isinstance(told, CheckpointError) else told) from error
             finally:
                 reader.close()
-        self._spread()
+        for unit in session.runtime.units:
+            unit.show_stored(unit.flats)
         self._take_optimizer(reader.shared)
         session.scaler.load_state_dict(_scaler_state(session, reader.shared))
         return reader
@@ -107,6 +116,10 @@ class Job:
         _compare(where, "parameter", mine, {name: tuple(saved["shape"]) for name, saved in shared["params"].items()})
         buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model).items()}
         _compare(where, "buffer", buffers, {name: tuple(shape) for name, shape in shared["buffers"].items()})
+        if self._ema is not None and not shared["has_ema"]:
+            raise CheckpointError(
+                f"{where} was saved without an EMA; make one after loading: it starts from the weights"
+            )
         if self._optimizer is None:
             return
         if shared["optimizer"] is None:
@@ -156,15 +169,6 @@ class Job:
             scalars = {slot: decode(saved["scalars"][name]) for slot, name in names if name in saved["scalars"]}
             update.take_scalars(scalars)
         self._optimizer.num_updates = saved["num_updates"]
-
-    def _spread(self) -> None:
-        """Bring what was read to wherever it is used."""
-        for unit in self._session.runtime.units:
-            for flat in unit.flats:
-                unit.spread(flat, self._session.runtime.mark())
-            unit.refresh(unit.flats)
-            unit.finish_update()
-            unit.wait_tickets()
 
 
 def _compare(where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]) -> None:

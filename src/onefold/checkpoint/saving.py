@@ -76,7 +76,7 @@ class Saving:
         self._thread.start()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wishes:
     """What `save` was asked for, beside what to save."""
 
