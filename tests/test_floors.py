@@ -17,7 +17,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 # Lowest first; within a row, a module may import those before it. A folder counts as one module.
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
-    ("bytes", ("calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk")),
+    (
+        "bytes",
+        ("replace", "tensorfiles", "calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk"),
+    ),
     (
         "state",
         (
@@ -35,7 +38,24 @@ FLOORS = (
         ),
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
-    ("face", ("tensor", "discover", "agree", "meta", "fraction", "build", "access", "ema", "shard", "checkpoint")),
+    (
+        "face",
+        (
+            "tensor",
+            "discover",
+            "agree",
+            "meta",
+            "fraction",
+            "build",
+            "access",
+            "ema",
+            "shard",
+            "naming",
+            "export",
+            "pretrained",
+            "checkpoint",
+        ),
+    ),
     ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
     ("roof", ("__init__",)),
 )
@@ -66,7 +86,7 @@ DOORS = (
         methods=("record_stream", "record_event", "wait_stream", "wait_event"),
         modules=("streams",),
     ),
-    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native",)),
+    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace")),
     # What starts processes: the launcher, and the harness that tests run ranks with.
     Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "testing")),
 )
