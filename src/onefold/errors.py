@@ -13,7 +13,8 @@ way out. The tree:
     ├── OptimizerError          an optimizer that cannot work on flat shards, or does not match the model
     ├── LossScaleError          the loss scale cannot be lowered any further
     ├── HostMemoryError         the host tier does not get the memory it needs
-    └── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
+    ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
+    └── WeightsError            files of weights that cannot be written, read, or matched with the model
 """
 
 
@@ -59,3 +60,7 @@ class CheckpointError(OnefoldError):
 
 class HostMemoryError(OnefoldError, MemoryError):
     """The host tier needs more memory than there is, or than the system lets it lock."""
+
+
+class WeightsError(OnefoldError):
+    """Files of weights cannot be written or read, or do not match the model."""
