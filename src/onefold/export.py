@@ -29,8 +29,7 @@ from onefold.tensorfiles import Entry, write_files
 from onefold.unit import Flat, Unit
 
 _OURS = re.compile(
-    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|(config|generation_config|adapter_config)\.json"
+    r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(config|generation_config|adapter_config)\.json"
 )
 
 
