@@ -16,6 +16,7 @@ from torch import nn
 import onefold
 from onefold import Precision, tensorfiles
 from onefold.errors import OnefoldError, PrecisionError, WeightsError
+from onefold.layout import boxes
 from onefold.plan import NAMED_PLANS
 from ranks import Stack, Turn, build, squared
 from test_meta_birth import live_bytes, on_meta, wide
@@ -162,6 +163,20 @@ def test_files_keep_their_bound_and_the_index_says_where_everything_is(ranks, tm
         total += size
     assert index == {"metadata": {"total_size": total}, "weight_map": places}
     assert total == sum(param.nbytes for param in gpt2().parameters())
+
+
+@pytest.mark.parametrize("dtype", list(tensorfiles._DTYPES), ids=str)
+def test_every_dtype_is_written_whole_and_read_in_part(tmp_path, dtype):
+    want = torch.tensor([[0, 1], [1, 0], [1, 1]]).to(dtype)
+    entry = tensorfiles.Entry(name="x", shape=(3, 2), dtype=dtype, load=lambda: want)
+    tensorfiles.write_files(tmp_path, [entry], 1)
+    stored = tensorfiles.StoredTensors(tmp_path)
+    assert stored.tensors == {"x": tensorfiles.Stored(shape=(3, 2), dtype=dtype)}
+    parts = [stored.read("x", box).reshape(-1) for box in boxes((3, 2), 1, 5)]
+    assert all(part.dtype == dtype for part in parts)
+    assert (
+        torch.cat([part.view(torch.uint8) for part in parts]).tolist() == want.view(-1)[1:5].view(torch.uint8).tolist()
+    )
 
 
 def adapter_exported(rank, num_ranks, target):
