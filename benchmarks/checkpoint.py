@@ -5,8 +5,8 @@
 
 A Llama-shaped model in bf16 with AdamW, two steps old. In one run: how long the bytes of a rank take to host memory
 alone (locked memory, one copy); how long an asynchronous save keeps the loop waiting (the first, which also locks the
-memory, and the second); how fast a plain file of the same size comes to the disk, all ranks at once; how fast a save and
-a load are. DIR needs twice the checkpoint's size.
+memory, and the second); how fast a plain file of the same size comes to the disk, all ranks at once; how fast a save
+and a load are. DIR needs twice the checkpoint's size.
 """
 
 import argparse
