@@ -1,8 +1,12 @@
 """Owns the fixtures that tests share. Invariant: no process outlives the session."""
 
 import pytest
+from hypothesis import settings
 
 from onefold.testing import RankPool, Workers
+
+# `--hypothesis-profile=thorough`: five times as many examples where a test scales with the profile.
+settings.register_profile("thorough", max_examples=500)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,24 @@
+"""DeepSpeed's configuration and names, in Onefold's terms. Needs pydantic: `pip install onefold[deepspeed]`."""
+
+from onefold.deepspeed.given import Given
+from onefold.deepspeed.report import report
+from onefold.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from onefold.deepspeed.spec import OptimizerSpec, SchedulerSpec, Translation
+from onefold.deepspeed.translate import Outcome, Verdict, examine, translate
+
+__all__ = [
+    "Given",
+    "LRRangeTest",
+    "OneCycle",
+    "OptimizerSpec",
+    "Outcome",
+    "SchedulerSpec",
+    "Translation",
+    "Verdict",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "examine",
+    "report",
+    "translate",
+]
