@@ -198,7 +198,7 @@ def meaning(config, known):
         "params": (stage == 3, 0.0 if not far else ratio),
         "grads": (stage >= 2, ratio if (off or far) and stage >= 2 else 0.0),
         "optim": (stage >= 1, ratio if off or far else 0.0),
-        "precision": "float16" if is_half else "bfloat16" if is_brain else "float32",
+        "precision": "float16" if is_half else "bfloat16" if is_brain else "None",
         "fixed_scale": (number(half.get("loss_scale", 0)) if half.get("loss_scale") != "auto" else 0.0)
         if is_half
         else 0.0,

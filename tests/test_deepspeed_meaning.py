@@ -129,7 +129,9 @@ def test_auto_that_nothing_fills_in_is_refused_with_what_to_give_and_reported_as
 def test_auto_precision_is_the_models_own_where_no_trainer_says(dtype):
     model = nn.Linear(4, 4).to(dtype)
     config = {**ONE, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
-    assert translate(config, Given().with_model(model)).precision.params == dtype
+    precision = translate(config, Given().with_model(model)).precision
+    assert precision.param_dtype(dtype) == dtype
+    assert (precision.loss_scale is None) == (dtype != torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,15 @@ def test_a_value_that_contradicts_the_trainer_is_refused(config, known, path):
 
 
 PRECISIONS = [
+    ({}, onefold.Precision(cast_inputs=False)),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "torch.float16"}},
+        onefold.Precision(
+            cast_inputs=False,
+            loss_scale=onefold.DynamicLossScale(window=2000, hysteresis=1, raise_at_minimum=False),
+        ),
+    ),
+    ({"data_types": {"grad_accum_dtype": None}, "steps_per_print": float("inf")}, onefold.Precision(cast_inputs=False)),
     ({"fp16": {"enabled": True}}, onefold.Precision("fp16", loss_scale="dynamic", cast_inputs=False)),
     (
         {"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 128}},
@@ -161,7 +172,7 @@ PRECISIONS = [
     ),
     ({"bfloat16": {"enabled": True}, "communication_data_type": "fp32"},
      onefold.Precision("bf16", "fp32", cast_inputs=False)),
-    ({"data_types": {"grad_accum_dtype": "fp32"}}, onefold.Precision("fp32", "fp32", cast_inputs=False)),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, onefold.Precision(None, "fp32", cast_inputs=False)),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed_keys
 import onefold
 from onefold import errors
 from test_floors import FLOORS
@@ -225,3 +226,12 @@ def test_every_error_is_explained():
 def test_every_public_name_is_shown_in_a_how_to(name):
     shown = "\n".join(block.text for page in HOWTO for block in blocks(page.read_text()) if block.language == "python")
     assert re.search(rf"\b(onefold\.{name}|import .*\b{name})\b", shown)
+
+
+# --- the table of DeepSpeed's keys
+
+
+def test_the_table_of_deepspeed_keys_is_the_one_the_code_declares():
+    text = deepspeed_keys.PAGE.read_text()
+    assert deepspeed_keys.page(text) == text, "run: python scripts/deepspeed_keys.py"
+    assert deepspeed_keys.rows() in text

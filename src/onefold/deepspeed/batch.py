@@ -59,7 +59,7 @@ def _tell(reading: Reading, sizes: tuple[int, int, int], ranks: int) -> None:
     words = ("samples a step on all ranks", "samples of one backward on one rank", "backward passes a step")
     for key, size, word in zip(BATCH_KEYS, sizes, words, strict=True):
         there = getattr(reading.config, key) is not None
-        reading.note(key, f"{size} {word}" + ("" if there else known), "honoured" if there else "adapted")
+        reading.note(key, f"{size} {word}{'' if there else known}")
 
 
 def _leave_open(reading: Reading) -> None:

@@ -9,13 +9,13 @@ from onefold.deepspeed.values import (
     Anything,
     Count,
     Flag,
+    Interval,
     MaybeCount,
     MaybeFree,
     MaybePositive,
     MaybeText,
     NonNegative,
     Positive,
-    one_of,
     real,
 )
 from onefold.deepspeed.zero import Aio, Zero
@@ -61,7 +61,7 @@ class Config(Section):
     checkpoint: s.Checkpoint | None = None
     aio: Aio | None = None
 
-    steps_per_print: MaybeCount = ignored(None, _LOG)
+    steps_per_print: Interval = ignored(None, _LOG)
     wall_clock_breakdown: Flag = ignored(False, _LOG)
     memory_breakdown: Flag = ignored(False, _LOG)
     dump_state: Flag = ignored(False, _LOG)
@@ -73,9 +73,7 @@ class Config(Section):
     vocabulary_size: MaybeCount = ignored(None, "no kernel depends on it")
     disable_allgather: Flag = ignored(False, "the plan decides how weights come back to every rank")
     allgather_size: Count = ignored(500_000_000, "a unit is gathered as one buffer; there are no buckets")
-    seq_parallel_communication_data_type: Annotated[str | None, one_of("fp32", "fp16", "bf16")] = ignored(
-        None, "there is no sequence parallelism"
-    )
+    seq_parallel_communication_data_type: s.DType = ignored(None, "there is no sequence parallelism")
     zero_allow_untested_optimizer: Flag = ignored(
         False, "an optimizer that cannot run on parts is refused with a reason"
     )

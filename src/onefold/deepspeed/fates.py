@@ -57,7 +57,7 @@ class Section(BaseModel):
     wherever nothing else fills it in.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     aliases: ClassVar[dict[str, str]] = {}
     default_on_auto: ClassVar[bool] = False
 

@@ -7,10 +7,11 @@ from onefold.deepspeed.walk import Reading
 from onefold.dtypes import DynamicLossScale, Precision
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16}
+_AUTOCAST_SCALE = DynamicLossScale(initial=2.0**16, window=2000, hysteresis=1, raise_at_minimum=False)
 
 
 def precision_of(reading: Reading) -> Precision:
-    """What is computed, summed and kept in which format."""
+    """What is computed, summed and kept in which format. Neither fp16 nor bf16: the parameters stay as they are."""
     config = reading.config
     half, brain = config.fp16 or FP16(), config.bf16 or BF16()
     if half.enabled and brain.enabled:
@@ -22,7 +23,8 @@ def precision_of(reading: Reading) -> Precision:
     elif brain.enabled:
         precision = Precision("bf16", reduce, cast_inputs=False)
     else:
-        precision = Precision("fp32", reduce, cast_inputs=False)
+        scale = _AUTOCAST_SCALE if autocast_of(reading) == torch.float16 else None
+        precision = Precision(None, reduce, scale, cast_inputs=False)
     for name, section in (("fp16", half), ("bf16", brain)):
         if not section.enabled:
             for key in reading.keys:

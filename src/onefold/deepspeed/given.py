@@ -157,8 +157,12 @@ def _top_lr(given: Given, written: Mapping[str, Any]) -> Filled:
     return Filled(missing="lr") if given.lr is None else Filled(given.lr, "from lr")
 
 
-def _batch(given: Given, written: Mapping[str, Any]) -> Filled:
-    return Filled(None, "worked out with the other two")
+def _size(name: str) -> Callable[[Given, Mapping[str, Any]], Filled]:
+    def rule(given: Given, written: Mapping[str, Any]) -> Filled:
+        known = name and getattr(given, name) is not None
+        return Filled(None, f"from {name}" if known else "worked out with the other two")
+
+    return rule
 
 
 def _prefetch(given: Given, written: Mapping[str, Any]) -> Filled:
@@ -168,9 +172,9 @@ def _prefetch(given: Given, written: Mapping[str, Any]) -> Filled:
 
 
 _RULES: Mapping[str, Callable[[Given, Mapping[str, Any]], Filled]] = {
-    "train_batch_size": _batch,
-    "train_micro_batch_size_per_gpu": _batch,
-    "gradient_accumulation_steps": _batch,
+    "train_batch_size": _size(""),
+    "train_micro_batch_size_per_gpu": _size("micro_batch"),
+    "gradient_accumulation_steps": _size("accumulation"),
     "gradient_clipping": _from("max_grad_norm"),
     "fp16.enabled": _enabled("fp16"),
     "bf16.enabled": _enabled("bf16"),

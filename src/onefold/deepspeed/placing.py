@@ -95,6 +95,7 @@ def prefetch_of(reading: Reading, plan: Plan, precision: Precision) -> int | Non
     if "stage3_prefetch_bucket_size" not in zero.model_fields_set:
         return None
     elements = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
-    size = elements * (precision.params.itemsize if isinstance(precision.params, torch.dtype) else 4)
+    dtype = precision.params if isinstance(precision.params, torch.dtype) else reading.given.model_dtype
+    size = elements * (dtype or torch.float32).itemsize
     reading.note(wanted, f"prefetch_bytes={size}")
     return size

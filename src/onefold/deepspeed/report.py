@@ -57,10 +57,11 @@ def _summary(outcome: Outcome) -> str:
     )
     scale = t.precision.loss_scale
     told = f"dynamic from {scale.initial:g}" if isinstance(scale, DynamicLossScale) else scale or "none"
+    params = "the model's own" if t.precision.params is None else str(t.precision.params).removeprefix("torch.")
     lines = [
         f"{outcome.source.name}: {state}",
         f"  plan         {plan_name(t.plan)}",
-        f"  precision    {str(t.precision.params).removeprefix('torch.')}, loss scale {told}",
+        f"  precision    {params}, loss scale {told}",
         f"  optimizer    {t.optimizer or 'the script brings it'}",
         f"  schedule     {t.scheduler or 'none, or the script brings it'}",
         f"  clipping     {t.max_grad_norm or 'none'}",

@@ -25,7 +25,7 @@ from onefold.deepspeed.values import (
     whole,
 )
 
-DType = Annotated[str | None, one_of("fp32", "fp16", "bf16")]
+DType = Annotated[str | None, one_of("fp32", "fp16", "bf16", or_null=True)]
 _LOG = "prints only; nothing that is computed depends on it"
 _PART = "part of a section that is off"
 
@@ -67,7 +67,7 @@ class Autocast(Section):
 
     enabled: Flag = honoured(False, "torch.autocast around the model's forward")
     dtype: Annotated[str, one_of("bfloat16", "float16", "torch.bfloat16", "torch.float16", "bf16", "fp16", "half")] = (
-        honoured("bfloat16", "its dtype")
+        honoured("bfloat16", "its dtype; with float16, a dynamic loss scale as torch.amp.GradScaler has it")
     )
     lower_precision_safe_modules: MaybeTexts = ignored(None, "gradients are reduced in the parameters' dtype")
 

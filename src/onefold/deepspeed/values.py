@@ -86,17 +86,24 @@ def real(least: float | None = None, most: float | None = None, *, above: float 
     return PlainValidator(check)
 
 
-def one_of(*names: str) -> Any:
-    """One of `names`, whatever the case of its letters; gives the spelling of `names`."""
+def one_of(*names: str, or_null: bool = False) -> Any:
+    """One of `names`, whatever the case of its letters; gives the spelling of `names`. With `or_null`, null stays."""
     spelled = {name.lower(): name for name in names}
 
-    def check(value: Any) -> str:
+    def check(value: Any) -> str | None:
+        if or_null and value is None:
+            return None
         found = spelled.get(value.lower()) if isinstance(value, str) else None
         if found is None:
             raise _refuse(f"one of {', '.join(names)}", value)
         return found
 
     return PlainValidator(check)
+
+
+def _interval(value: Any) -> int | float | None:
+    """A number of steps, null or infinity: never (as Accelerate writes it)."""
+    return value if value in (None, math.inf) and not isinstance(value, bool) else _count(value)
 
 
 def _flag(value: Any) -> bool:
@@ -173,6 +180,7 @@ MaybeText = Annotated[str | None, maybe(_text)]
 MaybeFlag = Annotated[bool | None, maybe(_flag)]
 MaybeFree = Annotated[dict[str, Any] | None, maybe(_section)]
 MaybeCount = Annotated[int | None, maybe(_count)]
+Interval = Annotated[int | float | None, PlainValidator(_interval)]
 MaybePositive = Annotated[int | None, maybe(_whole(1, LARGEST))]
 MaybePerGroup = Annotated[float | list[float] | None, maybe(_numbers)]
 Anything = Annotated[Any, PlainValidator(_any)]
