@@ -3,14 +3,18 @@
 import base64
 import copy
 import json
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_cases import FILES, KNOWN, WHOLE_NUMBERS, get, leaves, meaning, mutations, of_kind, trainer
 from onefold.deepspeed import Given, examine, report, translate
 from onefold.deepspeed.report import manual
+from onefold.deepspeed.source import read
 from onefold.errors import ConfigError
 from onefold.plan import NAMED_PLANS, Placement, Plan, Tier
 
@@ -147,7 +151,7 @@ def _check_sizes(config, translation):
         assert config.get(name) in (None, "auto") or float(config[name]) == size
 
 
-@pytest.mark.parametrize("value", WHOLE_NUMBERS, ids=repr)
+@pytest.mark.parametrize("value", [*WHOLE_NUMBERS, np.int64(8), np.float32(16)], ids=repr)
 def test_a_whole_number_may_be_written_as_json_yaml_or_python_write_it(value):
     config = {**ONE, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": value}}
     assert translate(
@@ -189,7 +193,7 @@ WRONG = [
     ({"fp16": {"enabled": True, "min_loss_scale": 2**20}}, "fp16.min_loss_scale", "above the scale"),
     ({"fp16": True}, "fp16", "section"),
     ({"gradient_clipping": -1}, "gradient_clipping", "at least 0"),
-    ({"gradient_clipping": float("nan")}, "gradient_clipping", "nan"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping", "NaN"),
     ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "nearest: mean"),
     ({"fp32_allreduce": True, "data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "choose"),
     ({"steps_per_print": "auto"}, "steps_per_print", '"auto"'),
@@ -214,6 +218,12 @@ WRONG = [
     ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", "nearest"),
     ({"hidden-size": 64}, "hidden-size", "GPT-NeoX"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), "9" * 5000, object(), b"4", {1, 2}, [[[]]]], ids=range(7))
+def test_a_value_that_is_no_json_is_refused_like_any_other(value):
+    with pytest.raises(ConfigError, match="train_batch_size: expected an integer of at least 1, not "):
+        translate({"train_batch_size": value})
 
 
 @pytest.mark.parametrize(("config", "path", "said"), WRONG, ids=[f"{path}-{n}" for n, (_, path, _) in enumerate(WRONG)])
@@ -264,6 +274,51 @@ def test_text_that_is_no_strict_json_is_refused_with_the_line(text, said):
         translate(text)
     assert said in str(error.value)
     assert said in report(text)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(), VALUES, max_size=4), st.sampled_from([None, 1]), st.booleans())
+def test_strict_json_is_read_as_the_standard_library_reads_it(values, indent, ascii_only):
+    text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
+    assert read(text).values == json.loads(text)
+
+
+def strictly(text):
+    """What the standard library reads where no key comes twice and all numbers are finite; None where it does not."""
+
+    def number(said):
+        if not math.isfinite(float(said)):
+            raise ValueError(said)
+        return float(said)
+
+    def mapping(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(pairs)
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=mapping, parse_constant=number, parse_float=number)
+    except ValueError:
+        return None
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.sampled_from([*'{}[]",:01.-+ \n\\/#', '"a":', '"b":', "1e999", "true", "null", "NaN"]), max_size=12))
+def test_any_text_is_read_as_the_standard_library_reads_it_or_refused_with_a_line(parts):
+    text = "{" + "".join(parts) + "}"
+    values = strictly(text)
+    if values is None:
+        with pytest.raises(ConfigError, match=r"line \d+: "):
+            read(text)
+    else:
+        assert read(text).values == values
 
 
 def test_a_file_a_string_and_base64_say_the_same_as_a_dict(tmp_path):

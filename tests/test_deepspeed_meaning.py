@@ -1,10 +1,9 @@
 """Promise: what a DeepSpeed configuration says - offloading, batch, "auto", formats, optimizer - is what runs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import onefold
 from onefold.deepspeed import Given, report, translate
@@ -90,8 +89,9 @@ AUTO = {
 }
 
 
-def test_auto_comes_from_the_arguments_of_a_trainer_and_from_the_model():
-    arguments = SimpleNamespace(
+def test_auto_comes_from_the_arguments_of_a_trainer_and_from_the_model(tmp_path):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=3,
         max_grad_norm=0.7,
@@ -102,16 +102,15 @@ def test_auto_comes_from_the_arguments_of_a_trainer_and_from_the_model():
         weight_decay=0.2,
         warmup_steps=10,
         max_steps=200,
-        fp16=False,
         bf16=True,
+        use_cpu=True,
     )
-    model = nn.Linear(4, 4)
-    model.config = SimpleNamespace(hidden_size=100)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=10, n_head=1, n_layer=1, vocab_size=11, n_positions=8))
     done = translate(AUTO, Given.from_arguments(arguments, num_ranks=2).with_model(model))
     assert (done.train_batch, done.micro_batch, done.accumulation) == (24, 4, 3)
     assert done.max_grad_norm == 0.7
     assert done.precision == onefold.Precision("bf16", cast_inputs=False)
-    assert done.prefetch_bytes == 2 * 9000
+    assert done.prefetch_bytes == 2 * 90
     assert done.optimizer.arguments == {"lr": 5e-5, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.2}
     expected = {"warmup_min_lr": 0.0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10, "total_num_steps": 200}
     assert done.scheduler.arguments == expected
@@ -227,6 +226,26 @@ def test_adam_without_bias_correction_follows_its_formula_on_shards(decoupled):
         first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
         weight = weight - 0.1 * (first / (second.sqrt() + 1e-8) + (0.5 * weight if decoupled else 0.0))
     assert torch.allclose(model.weight.double(), weight, rtol=1e-5)
+
+
+def test_autocast_to_fp16_trains_with_a_loss_scale():
+    config = {**ONE, "torch_autocast": {"enabled": True, "dtype": "float16"}, "optimizer": {"type": "SGD"}}
+    done = translate(config)
+    torch.manual_seed(0)
+    model = onefold.shard(nn.Linear(4, 1), **done.shard_arguments)
+    twin = nn.Linear(4, 1)
+    twin.load_state_dict(model.state_dict())
+    optimizer = done.optimizer.build(model)
+    x = torch.randn(4, 4)
+    for each in (model, twin):
+        with torch.autocast("cpu", dtype=done.autocast):
+            loss = each(x)
+        (loss.float() / 1e4).mean().backward()
+    optimizer.step()
+    assert optimizer.loss_scale == 2.0**16
+    assert model.weight.dtype == torch.float32
+    norm = torch.nn.utils.get_total_norm([param.grad for param in twin.parameters()]).item()
+    assert optimizer.grad_norm == pytest.approx(norm, rel=1e-2)
 
 
 def test_a_translation_trains_a_model():

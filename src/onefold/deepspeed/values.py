@@ -4,9 +4,11 @@ Invariant: a value is taken as what it plainly says (5e8 and "5e8" are five hund
 bent into another type: `true` is no number, 1 is no switch, "yes" is no switch.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
@@ -18,8 +20,10 @@ LARGEST = 2**63 - 1
 
 def said(value: Any) -> str:
     """`value` as JSON would write it, cut short."""
-    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, bool | None) else None
-    text = text if text is not None else f'"{value}"' if isinstance(value, str) else f"{value!r}"
+    try:
+        text = json.dumps(value, default=repr, ensure_ascii=False)
+    except ValueError:  # Python prints no integer of more than some thousand digits
+        return f"a value of type {type(value).__name__} too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -44,9 +48,9 @@ def as_number(value: Any) -> int | float | None:
             return None
         text = value.strip()
         value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    if not isinstance(value, int | float):
-        return None
-    return value if isinstance(value, int) or math.isfinite(value) else None
+    if isinstance(value, Integral):  # numpy's too
+        return int(value)
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
 def _whole(least: int, most: int) -> Callable[[Any], int]:
@@ -71,7 +75,7 @@ def whole(least: int = 0, most: int = LARGEST) -> Any:
 
 def real(least: float | None = None, most: float | None = None, *, above: float | None = None) -> Any:
     """A finite number within bounds."""
-    parts = [f"at least {least:g}"] if least is not None else [f"above {above:g}"] if above is not None else []
+    parts = [f"of at least {least:g}"] if least is not None else [f"above {above:g}"] if above is not None else []
     parts += [f"at most {most:g}"] if most is not None else []
     expected = f"a number {' and '.join(parts)}" if parts else "a finite number"
 
