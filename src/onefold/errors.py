@@ -14,7 +14,7 @@ way out. The tree:
     ├── LossScaleError          the loss scale cannot be lowered any further
     ├── HostMemoryError         the host tier does not get the memory it needs
     ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
-    └── WeightsError            files of weights that cannot be written, read, or matched with the model
+    ├── WeightsError            files of weights that cannot be written, read, or matched with the model
     └── ConfigError             a DeepSpeed configuration that is no JSON, has unknown or wrong keys, or asks too much
 """
 
@@ -65,5 +65,7 @@ class HostMemoryError(OnefoldError, MemoryError):
 
 class WeightsError(OnefoldError):
     """Files of weights cannot be written or read, or do not match the model."""
+
+
 class ConfigError(OnefoldError, ValueError):
     """A DeepSpeed configuration cannot be read, or asks for what Onefold does not do; names every key concerned."""

@@ -10,6 +10,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
@@ -22,6 +23,7 @@ from onefold.errors import CheckpointError
 BLOCK_BYTES = 2**16
 _AT_ONCE = 256 * BLOCK_BYTES
 """Bytes copied, checked and written at once."""
+_NUM_BUFFERS = 4
 
 
 class Files:
@@ -31,9 +33,9 @@ class Files:
         """A new file, unbuffered; an existing one is an error."""
         return path.open("xb", buffering=0)
 
-    def write(self, file: BinaryIO, data: memoryview) -> int:
-        """How many of the bytes were written: at least one."""
-        return file.write(data)
+    def write(self, file: BinaryIO, data: memoryview, offset: int) -> int:
+        """Write at an offset; how many of the bytes were written: at least one. Several threads may do it at once."""
+        return os.pwrite(file.fileno(), data, offset)
 
     def sync(self, file: BinaryIO) -> None:
         """Come back when the bytes are on the disk."""
@@ -81,13 +83,14 @@ class Lock:
         return False
 
 
-def write_all(files: Files, file: BinaryIO, data: memoryview) -> None:
-    """Write all of `data`; a system may take less at once."""
+def write_all(files: Files, file: BinaryIO, data: memoryview, offset: int = 0) -> None:
+    """Write all of `data` at an offset; a system may take less at once."""
     while data:
-        written = files.write(file, data)
+        written = files.write(file, data, offset)
         if not written:
             raise OSError(f"the system wrote nothing of {len(data)} bytes")
         data = data[written:]
+        offset += written
 
 
 def write_file(files: Files, path: Path, data: bytes) -> None:
@@ -98,49 +101,66 @@ def write_file(files: Files, path: Path, data: bytes) -> None:
 
 
 class BlockWriter:
-    """Writes one data file and the checksums of its blocks."""
+    """Writes one data file and the checksums of its blocks.
+
+    The caller fills buffers; threads take the checksums, write, and start to bring what was written to the disk: it is
+    busy from the first buffer on.
+    """
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
-        self._path = path
         self._file = files.create(path)
-        self._checksums = array("I")
-        self._open = 0
+        self._pool = ThreadPoolExecutor(_NUM_BUFFERS, "onefold-write")
+        self._buffers = [bytearray(_AT_ONCE) for _ in range(_NUM_BUFFERS)]
+        self._jobs: list[Future[array[int]]] = []
+        self._filled = 0
         self.nbytes = 0
-        self._buffer = bytearray(_AT_ONCE)
 
     def append(self, values: Tensor) -> int:
-        """Write a 1-D tensor from wherever it is; returns where it begins."""
+        """Write a 1-D tensor from wherever it is; returns where it begins.
+
+        Raises:
+            OSError: the system refused to write what came before.
+        """
         start = self.nbytes
-        raw = values.detach().contiguous().view(torch.uint8) if values.numel() else None
-        window = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        for piece in () if raw is None else raw.split(_AT_ONCE):
-            window[: len(piece)].copy_(piece)
-            data = memoryview(self._buffer)[: len(piece)]
-            self._check(data)
-            write_all(self._files, self._file, data)
+        raw = values.detach().contiguous().view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
+        while raw.numel():
+            buffer = torch.frombuffer(self._buffers[len(self._jobs) % _NUM_BUFFERS], dtype=torch.uint8)
+            room = min(_AT_ONCE - self._filled, raw.numel())
+            buffer[self._filled : self._filled + room].copy_(raw[:room])
+            self._filled += room
+            self.nbytes += room
+            raw = raw[room:]
+            if self._filled == _AT_ONCE:
+                self._send()
         return start
 
-    def _check(self, data: memoryview) -> None:
-        while data:
-            piece = data[: BLOCK_BYTES - self.nbytes % BLOCK_BYTES]
-            self._open = crc32(piece, self._open)
-            self.nbytes += len(piece)
-            if self.nbytes % BLOCK_BYTES == 0:
-                self._checksums.append(self._open)
-                self._open = 0
-            data = data[len(piece) :]
+    def _send(self) -> None:
+        """Let a thread have the buffer that is filled; come back when the next one is free."""
+        number = len(self._jobs)
+        window = memoryview(self._buffers[number % _NUM_BUFFERS])[: self._filled]
+        self._jobs.append(self._pool.submit(self._write, window, number * _AT_ONCE))
+        self._filled = 0
+        if len(self._jobs) >= _NUM_BUFFERS:
+            self._jobs[len(self._jobs) - _NUM_BUFFERS].result()
+
+    def _write(self, data: memoryview, offset: int) -> "array[int]":
+        checksums = array("I", [crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)])
+        write_all(self._files, self._file, data, offset)
+        os.posix_fadvise(self._file.fileno(), offset, len(data), os.POSIX_FADV_DONTNEED)  # starts writing back
+        return checksums
 
     def finish(self) -> bytes:
         """Bring it to the disk; returns the table of checksums, which `BlockReader` wants."""
-        if self.nbytes % BLOCK_BYTES:
-            self._checksums.append(self._open)
-        with self._file:
-            self._files.sync(self._file)
-        return _little_endian(self._checksums).tobytes()
+        if self._filled:
+            self._send()
+        table = array("I", [checksum for job in self._jobs for checksum in job.result()])
+        self._files.sync(self._file)
+        return _little_endian(table).tobytes()
 
     def close(self) -> None:
         """Let go of the file, finished or not."""
+        self._pool.shutdown()
         self._file.close()
 
 
