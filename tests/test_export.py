@@ -342,3 +342,19 @@ def inside_gathered(rank, num_ranks, target):
 def test_a_model_that_is_being_changed_is_refused(ranks, tmp_path):
     ranks(2).run(inside_gathered, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def state_dicts(rank, num_ranks, plan):
+    model = onefold.shard(build(tied_llama), NAMED_PLANS[plan], precision=Precision(params="bf16"))
+    return onefold.full_state_dict(model), onefold.full_state_dict(model, dtype="fp32")
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3", "offload_3"])
+def test_a_full_state_dict_is_the_models_own_on_rank_0(ranks, plan):
+    plain = build(tied_llama)
+    (own, exact), (other, nothing) = ranks(2).run(state_dicts, plan)
+    assert other == nothing == {}
+    assert exact.keys() == own.keys() == plain.state_dict().keys()
+    assert all(torch.equal(exact[name], tensor) for name, tensor in plain.state_dict().items())
+    assert all(torch.equal(own[name], tensor) for name, tensor in plain.to(torch.bfloat16).state_dict().items())
+    assert exact["lm_head.weight"].data_ptr() == exact["model.embed_tokens.weight"].data_ptr()

@@ -7,7 +7,7 @@ from onefold.budget import Budget
 from onefold.checkpoint import load, save
 from onefold.dtypes import DynamicLossScale, Precision
 from onefold.ema import EMA
-from onefold.export import export
+from onefold.export import export, full_state_dict
 from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
 from onefold.plan import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
 from onefold.pretrained import load_pretrained
@@ -37,6 +37,7 @@ __all__ = [
     "accumulate",
     "errors",
     "export",
+    "full_state_dict",
     "gathered",
     "load",
     "load_pretrained",

@@ -1,4 +1,4 @@
-"""Owns `export`: a sharded model as a Hugging Face directory, written as a stream.
+"""Owns `export`: a sharded model as a Hugging Face directory, written as a stream; and `full_state_dict`.
 
 At any time one flat buffer of one unit is gathered, in the dtype that is written, and one small piece of it is on its
 way to the file. Rank 0 writes; the others take part in the gathers. What is on disk under the target's name is always
@@ -75,6 +75,38 @@ def export(
                 entry.load()
 
 
+def full_state_dict(model: nn.Module, *, dtype: "torch.dtype | str | None" = None) -> dict[str, Tensor]:
+    """The whole model as plain tensors in rank 0's host memory, by the names of `state_dict`; other ranks get {}.
+
+    A collective. One flat buffer at a time is gathered. A tied parameter is one tensor under all its names.
+
+    Args:
+        dtype: of the parameters, as for `export`: "fp32" gives the exact master weights.
+
+    Raises:
+        PrecisionError: `dtype` is none that `export` takes.
+        WeightsError: the model holds state that is no tensor.
+    """
+    session = session_of(model, "onefold.full_state_dict")
+    inner: Any = model._modules.get("_orig_mod", model)
+    check_between_steps(session, "onefold.full_state_dict")
+    values: dict[str, Tensor] = {}
+    with united(session.comm, "onefold.full_state_dict", (f"dtype {dtype}",)) as meet, torch.no_grad():
+        window = _Window(session, Precision(params=dtype).params, meet)
+        wanted = named_tensors(inner)
+        all_names = {named.names[0]: named.names for named in wanted}
+        for entry in _entries(inner, wanted, session, window, first_name):
+            whole = entry.load()
+            if session.comm.rank == 0:
+                values.update(dict.fromkeys(all_names[entry.name], whole.to("cpu", copy=True)))
+    return values
+
+
+def first_name(_: nn.Module, named: Named) -> tuple[str, ...]:
+    """The first of a tensor's names."""
+    return named.names[:1]
+
+
 def _check(model: Any, max_file_bytes: int) -> None:
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes!r}: give a number of bytes, at least 1")
@@ -146,9 +178,15 @@ class _Window:
         return whole
 
 
-def _entries(model: nn.Module, wanted: Sequence[Named], session: Session, window: _Window) -> list[Entry]:
+def _entries(
+    model: nn.Module,
+    wanted: Sequence[Named],
+    session: Session,
+    window: _Window,
+    naming: Callable[[nn.Module, Named], tuple[str, ...]] = written_names,
+) -> list[Entry]:
     """What to write, unit by unit, so that each flat buffer is gathered once; buffers last."""
-    names = {id(named.tensor): written_names(model, named) for named in wanted}
+    names = {id(named.tensor): naming(model, named) for named in wanted}
     entries = [
         Entry(
             name=name,
