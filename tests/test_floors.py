@@ -36,7 +36,13 @@ FLOORS = (
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
     ("face", ("tensor", "discover", "agree", "meta", "fraction", "build", "access", "shard", "checkpoint")),
-    ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
+    (
+        "tools",
+        (
+            *("planner", "probe", "affinity", "start_rank", "failure", "launch", "hostfile", "environment", "nodes"),
+            *("schedulers", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
+        ),
+    ),
     ("roof", ("__init__",)),
 )
 ORDER = [module for _, row in FLOORS for module in row]
@@ -55,7 +61,8 @@ class Door:
 
 
 DOORS = (
-    Door(names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing")),
+    # The launcher starts torchrun, the report asks which backends there are: neither communicates.
+    Door(names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "launch", "report")),
     Door(
         names=(
             *("torch.Stream", "torch.Event", "torch.cuda.streams", "torch.cuda.graphs"),
@@ -66,7 +73,8 @@ DOORS = (
         methods=("record_stream", "record_event", "wait_stream", "wait_event"),
         modules=("streams",),
     ),
-    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native",)),
+    # A rank asks the kernel to end it with its launcher; it cannot import native.py for that.
+    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "start_rank")),
     # What starts processes: the launcher, and the harness that tests run ranks with.
     Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "testing")),
 )

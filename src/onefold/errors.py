@@ -12,7 +12,8 @@ way out. The tree:
     ├── OrderMismatchError      ranks use units in different orders
     ├── OptimizerError          an optimizer that cannot work on flat shards, or does not match the model
     ├── LossScaleError          the loss scale cannot be lowered any further
-    └── HostMemoryError         the host tier does not get the memory it needs
+    ├── HostMemoryError         the host tier does not get the memory it needs
+    └── LaunchError             `onefold run` cannot start what was asked for
 """
 
 
@@ -54,3 +55,7 @@ class LossScaleError(OnefoldError):
 
 class HostMemoryError(OnefoldError, MemoryError):
     """The host tier needs more memory than there is, or than the system lets it lock."""
+
+
+class LaunchError(OnefoldError, ValueError):
+    """A run cannot be started as asked: hostfile, options that contradict each other, a port in use."""
