@@ -222,7 +222,8 @@ def _run(node: Node, folder: Path) -> int:
         _tell(node, failed)
         return failed.code
     except SignalException as error:
-        print(f"onefold run: ended by {error.sigval.name}", file=sys.stderr)
+        if not node.reports:
+            print(f"onefold run: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     except (DistError, RendezvousError) as error:
         raise LaunchError(f"the machines of the run did not meet at {node.master}: {error}") from error

@@ -3,7 +3,8 @@
 torchrun starts `python -I -S start_rank.py LOCAL_RANK LAUNCHER CORES COMMAND...`. Invariant: nothing of Onefold or
 torch is imported (that would cost each rank seconds), and the process that torchrun watches is the script's own.
 
-LAUNCHER is the process to die with (0: none). CORES is one comma-separated list for each local rank, joined by `;`; an empty list binds nothing.
+LAUNCHER is the process to die with (0: none). CORES is one comma-separated list for each local rank, joined by `;`; an
+empty list binds nothing.
 """
 
 import ctypes
