@@ -143,9 +143,3 @@ def test_a_dry_run_prints_a_torchrun_command_that_works(launch):
     command = shown.stdout.replace("/tmp/onefold-run", str(launch.folder / "logs"))
     subprocess.run(["sh", "-c", command], cwd=launch.folder, check=True, capture_output=True, timeout=60)
     assert told(launch, 1)["args"] == AWKWARD
-
-
-def test_a_script_that_is_not_there_is_an_error(launch):
-    done = launch.run("nothing.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("onefold: error: there is no script nothing.py in ")
