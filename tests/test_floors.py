@@ -36,12 +36,10 @@ FLOORS = (
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
     ("face", ("tensor", "discover", "agree", "meta", "fraction", "build", "access", "shard", "checkpoint")),
+    ("launch", ("affinity", "start_rank", "failure", "launch", "hostfile", "variables", "nodes", "schedulers")),
     (
         "tools",
-        (
-            *("planner", "probe", "affinity", "start_rank", "failure", "launch", "hostfile", "environment", "nodes"),
-            *("schedulers", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
-        ),
+        ("planner", "probe", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
     ),
     ("roof", ("__init__",)),
 )

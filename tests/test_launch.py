@@ -2,14 +2,17 @@
 leaves nothing behind, and its exit code and last lines are those of the rank that failed."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from launches import eventually, finish, launcher
 
+PAGE = Path(__file__).resolve().parent.parent / "docs/howto/launch.md"
 AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "--", "", "a\\b*"]
 
 TELL = """
@@ -24,6 +27,7 @@ print(f"here is {rank}")
 # A rank that starts a process of its own, which outlives it unless somebody cares.
 FAMILY = """
 import os, signal, subprocess, sys, time
+sys.excepthook = lambda *error: (sys.__excepthook__(*error), sys.stderr.flush(), os._exit(7))
 rank = int(os.environ["RANK"])
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_DFL)
@@ -33,8 +37,7 @@ while not all(os.path.exists(f"ready-{each}") for each in range(2)):
     time.sleep(0.01)
 """
 DEATHS = {
-    "exit": ("if rank == 1: sys.exit(7)", 7, "rank 1 exited with code 7"),
-    "error": ("if rank == 1: raise KeyError('lost')", 1, "rank 1 exited with code 1"),
+    "error": ("if rank == 1: [].lost", 7, "rank 1 exited with code 7"),
     "killed": ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
 }
 
@@ -85,7 +88,7 @@ def test_a_rank_that_dies_ends_all_with_its_code_and_its_words_last(launch, how)
     assert found, done.stderr
     if how == "error":
         assert last.startswith("; its traceback:\nTraceback (most recent call last):\n")
-        assert last.endswith("KeyError: 'lost'\n")
+        assert last.endswith("AttributeError: 'list' object has no attribute 'lost'\n")
     assert launch.alive() == []
 
 
@@ -113,15 +116,30 @@ def test_ranks_die_with_a_launcher_that_is_killed(launch):
     eventually(lambda: launch.alive() == [])
 
 
-def test_ranks_start_again_and_write_files_of_their_own(launch):
-    flaky = "import os\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\n"
-    launch.write("flaky.py", f"{flaky}assert attempt == '1' or os.environ['RANK'] == '0'\n")
-    done = launch.run("--nproc", 2, "--max_restarts", 1, "--log_dir", "logs", "flaky.py")
+# What the page leaves to its reader. Rank 0 fails in step 3 of the first attempt; by then step 2 is saved.
+YOURS = """
+import os, signal
+from pathlib import Path
+load, num_steps, save_every = lambda path: int(path.read_text()), 5, 2
+save = lambda path, step: path.write_text(str(step))
+os.makedirs(os.environ["RANK"], exist_ok=True)
+os.chdir(os.environ["RANK"])
+def train_one_step(step):
+    print("step", step)
+    assert step < 3 or os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+"""
+
+
+def test_the_pages_pattern_goes_on_where_the_last_attempt_got_to(launch):
+    (pattern,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    launch.write("train.py", YOURS + pattern)
+    done = launch.run("--nproc", 2, "--max_restarts", 1, "--log_dir", "logs", "train.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    for rank in range(2):
-        (log,) = launch.folder.glob(f"logs/run-*/*/attempt_1/{rank}/stdout.log")
-        assert log.read_text() == "attempt 1\n"
+    assert done.stdout == ""  # each rank has files of its own
+    logs = {log.parent.name: log.read_text() for log in launch.folder.glob("logs/run-*/*/attempt_1/*/stdout.log")}
+    assert sorted(logs) == ["0", "1"]
+    assert logs["0"] == "step 2\nstep 3\nstep 4\n"
+    assert [(launch.folder / rank / "latest").read_text() for rank in logs] == ["5", "5"]
 
 
 def test_a_port_in_use_is_named_with_its_owner_and_the_way_out(launch):

@@ -16,7 +16,9 @@ import subprocess
 import pytest
 
 from launches import eventually, finish, launcher
-from onefold import environment, nodes
+from onefold import launch as local
+from onefold import nodes, variables
+from onefold.errors import LaunchError
 
 AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "", "a\\b*"]
 AS_SSH = """#!/bin/sh
@@ -119,13 +121,19 @@ def test_nothing_stays_on_a_machine_when_the_launcher_ends(launch, ssh, number):
         assert done.stderr.endswith("onefold run: ended by SIGTERM\n")
 
 
-def test_a_machine_that_cannot_be_reached_is_named(launch):
-    launch.write("tell.py", TELL)
-    launch.write("hosts", "worker-0 slots=1\nworker-1 slots=1\n")
-    done = launch.run("--hostfile", "hosts", "--ssh_command", "sh -c 'echo no route >&2; exit 255' ssh", "tell.py")
-    assert done.returncode == 2
-    assert "worker-0 did not tell a free port (exit code 255)" in done.stderr
-    assert "no route" in done.stderr
+def test_a_machine_that_cannot_be_reached_is_named():
+    with pytest.raises(LaunchError, match=r"worker-0 did not tell a free port \(exit code 255\).*no route"):
+        nodes.meeting(["sh", "-c", "echo no route >&2; exit 255", "ssh"], "worker-0")
+    with pytest.raises(LaunchError, match="cannot run no-such-ssh"):
+        nodes.meeting(["no-such-ssh"], "worker-0")
+
+
+def test_machines_meet_at_an_address_that_all_know_and_a_free_port():
+    with_a_shell = ["sh", "-c", 'exec sh -c "$2"', "ssh"]
+    for name, address in (("127.0.0.1", "127.0.0.1"), ("me@127.0.0.2", "127.0.0.2")):
+        found, port = nodes.meeting(with_a_shell, name)
+        assert found == address
+        local.check_port(port)
 
 
 @pytest.mark.parametrize("word", [*AWKWARD, "~", "!x", "#", "a=b", "*", "\t", "é"])
@@ -147,4 +155,4 @@ def test_a_shell_takes_a_remote_line_apart_into_the_same_words(word, tmp_path):
     ],
 )
 def test_families_of_variables_are_forwarded_and_secrets_are_not(name, goes):
-    assert environment.forwarded({name: "x"}) == ({name: "x"} if goes else {})
+    assert variables.forwarded({name: "x"}) == ({name: "x"} if goes else {})

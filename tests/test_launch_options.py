@@ -6,7 +6,7 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from onefold import affinity, cli, environment, failure, hostfile
+from onefold import affinity, cli, failure, hostfile, variables
 from onefold.errors import LaunchError
 from onefold.hostfile import Host
 
@@ -162,7 +162,7 @@ def test_a_wrong_line_of_deepspeed_env_is_named(tmp_path, text, said):
     path = tmp_path / ".deepspeed_env"
     path.write_text(text)
     with pytest.raises(LaunchError) as caught:
-        environment.read_env_file(path)
+        variables.read_env_file(path)
     assert f"{path}, {said}" in str(caught.value)
 
 
@@ -171,9 +171,9 @@ def test_the_nearer_deepspeed_env_wins(tmp_path):
     for folder in (home, here):
         folder.mkdir()
         (folder / ".deepspeed_env").write_text("export A=1\n")
-    assert environment.env_files(".deepspeed_env", [home, here]) == [home / ".deepspeed_env", here / ".deepspeed_env"]
-    assert environment.env_files(".deepspeed_env", [here, here]) == [here / ".deepspeed_env"]
-    assert environment.read_env_file(home / ".deepspeed_env") == {"A": "1"}
+    assert variables.env_files(".deepspeed_env", [home, here]) == [home / ".deepspeed_env", here / ".deepspeed_env"]
+    assert variables.env_files(".deepspeed_env", [here, here]) == [here / ".deepspeed_env"]
+    assert variables.read_env_file(home / ".deepspeed_env") == {"A": "1"}
 
 
 # --- cores
@@ -245,9 +245,10 @@ RuntimeError: cannot go on
 """
 
 
-def test_the_last_traceback_comes_with_what_it_chains_to(tmp_path):
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "], ids=["python", "torch"])
+def test_the_last_traceback_comes_with_what_it_chains_to(tmp_path, prefix):
     path = tmp_path / "stderr.log"
-    path.write_text(CHAINED)
+    path.write_text("".join(f"{prefix}{line}" for line in CHAINED.splitlines(keepends=True)))
     said = failure.last_words(path)
     assert said.startswith('Traceback (most recent call last):\n  File "a.py", line 1')
     assert said.endswith("RuntimeError: cannot go on")

@@ -20,6 +20,8 @@ _CHAINED = re.compile(
     r"(During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\s*\Z"
 )
+_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch puts before each line of a traceback once there is a process group."""
 _TAIL_BYTES = 256 * 1024
 _QUIET_LINES = 20
 
@@ -84,7 +86,7 @@ def last_words(path: Path | None) -> str:
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        text = file.read().decode(errors="replace").rstrip()
+        text = _TORCH_PREFIX.sub("", file.read().decode(errors="replace")).rstrip()
     starts = [match.start() for match in _TRACEBACK.finditer(text)]
     if not starts:
         return "\n".join(text.splitlines()[-_QUIET_LINES:])

@@ -214,6 +214,8 @@ def run(node: Node) -> int:
 
 def _run(node: Node, folder: Path) -> int:
     parsed = torchrun.parse_args(torchrun_words(node, folder, launcher=os.getpid()))
+    if not hasattr(parsed, "shutdown_timeout") and node.grace_s != 30:
+        print("onefold run: this torch gives ranks 30 s to end; --grace needs a newer one", file=sys.stderr)
     parsed.shutdown_timeout = node.grace_s
     try:
         torchrun.run(parsed)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from onefold import affinity, environment, hostfile, launch, nodes, schedulers
+from onefold import affinity, hostfile, launch, nodes, schedulers, variables
 from onefold.errors import LaunchError
 from onefold.hostfile import Host
 from onefold.launch import Node, Script
@@ -132,11 +132,11 @@ def _environment(options: Options) -> dict[str, str]:
         return {}
     here = launch.environ()
     found: dict[str, str] = {}
-    for path in environment.env_files(here.get("DS_ENV_FILE", ".deepspeed_env"), [Path.home(), Path.cwd()]):
-        read = environment.read_env_file(path)
+    for path in variables.env_files(here.get("DS_ENV_FILE", ".deepspeed_env"), [Path.home(), Path.cwd()]):
+        read = variables.read_env_file(path)
         print(f"onefold run: {len(read)} variables from {path}: {', '.join(read)}", file=sys.stderr)
         found |= read
-    return found | environment.given(options.env, here)
+    return found | variables.given(options.env, here)
 
 
 # --- on this machine
@@ -235,7 +235,7 @@ def _there(options: Options, script: Script, hosts: Sequence[Host]) -> list[tupl
     )
     here = launch.environ()
     path = os.pathsep.join(filter(None, (str(Path.cwd()), here.get("PYTHONPATH"))))  # as DeepSpeed's launcher
-    variables = {**environment.forwarded(here), "PYTHONPATH": path, **base.environment}
+    travel = {**variables.forwarded(here), "PYTHONPATH": path, **base.environment}
     return [
         (
             host.name,
@@ -244,7 +244,7 @@ def _there(options: Options, script: Script, hosts: Sequence[Host]) -> list[tupl
                 num_ranks=len(host.slots),
                 devices=tuple(map(str, host.slots)),
                 name=host.name.rpartition("@")[2],
-                environment=variables,
+                environment=travel,
             ),
         )
         for host in hosts
