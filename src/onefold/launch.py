@@ -161,8 +161,9 @@ def _numa_nodes(node: Node) -> list[int | None]:
         return [None] * node.num_ranks
     found: list[int | None] = []
     for index in range(node.num_ranks):
-        gpu: Any = torch.cuda.get_device_properties(index)  # its annotations lack where it is plugged in
-        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        gpu = torch.cuda.get_device_properties(index)
+        domain, bus, slot = (getattr(gpu, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
+        place = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         path = Path("/sys/bus/pci/devices") / place / "numa_node"
         number = int(path.read_text(encoding="ascii")) if path.exists() else -1
         found.append(None if number < 0 else number)
@@ -175,6 +176,8 @@ def prepare(node: Node) -> dict[str, str]:
     if node.devices is not None:
         added["CUDA_VISIBLE_DEVICES"] = ",".join(node.devices)
     os.environ.update(added)  # before anything asks for GPUs
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # Kubeflow's defaults for torchrun, which would join in with the words it is given here
     added["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun would say 1, and say so
         added["OMP_NUM_THREADS"] = str(_threads(node))

@@ -132,7 +132,7 @@ class _Remote:
                 self.failure = Failure.decode(line)
                 self.failed_at = time.monotonic() - self.failure.ago_s
                 continue
-            with self._screen:
+            with self._screen, contextlib.suppress(BrokenPipeError):  # `| head`: read on, or the ranks would wait
                 screen.write(line)
                 screen.flush()
 
