@@ -243,12 +243,19 @@ Traceback (most recent call last):
   File "a.py", line 3, in <module>
 RuntimeError: cannot go on
 """
+AFTERMATH = """terminate called without an active exception
+[W1128 10:14:53.961725738 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed
+"""
 
 
-@pytest.mark.parametrize("prefix", ["", "[rank3]: "], ids=["python", "torch"])
-def test_the_last_traceback_comes_with_what_it_chains_to(tmp_path, prefix):
+@pytest.mark.parametrize(
+    ("prefix", "after"),
+    [("", ""), ("[rank3]: ", ""), ("", AFTERMATH), ("[rank3]: ", AFTERMATH)],
+    ids=["python", "torch", "python_then_c", "torch_then_c"],
+)
+def test_the_last_traceback_comes_with_what_it_chains_to_and_nothing_else(tmp_path, prefix, after):
     path = tmp_path / "stderr.log"
-    path.write_text("".join(f"{prefix}{line}" for line in CHAINED.splitlines(keepends=True)))
+    path.write_text("".join(f"{prefix}{line}" for line in CHAINED.splitlines(keepends=True)) + after)
     said = failure.last_words(path)
     assert said.startswith('Traceback (most recent call last):\n  File "a.py", line 1')
     assert said.endswith("RuntimeError: cannot go on")

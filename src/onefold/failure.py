@@ -22,6 +22,8 @@ _CHAINED = re.compile(
 )
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 """What torch puts before each line of a traceback once there is a process group."""
+_AFTERMATH = re.compile(r"^(terminate called |\[[WEF]\d{4} )", re.MULTILINE)
+"""How C++ libraries begin what they still say when Python has ended with an exception."""
 _TAIL_BYTES = 256 * 1024
 _QUIET_LINES = 20
 
@@ -93,7 +95,7 @@ def last_words(path: Path | None) -> str:
     begin = len(starts) - 1
     while begin and _CHAINED.search(text[starts[begin - 1] : starts[begin]]):
         begin -= 1
-    return text[starts[begin] :]
+    return _AFTERMATH.split(text[starts[begin] :])[0].rstrip()
 
 
 def _last_write(path: Path | None) -> float:
