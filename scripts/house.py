@@ -36,7 +36,7 @@ def draw(rows: list[tuple[str, tuple[str, ...]]]) -> str:
     for place, (name, row) in enumerate(reversed(rows)):
         top, number = 74 + TALL * place, len(rows) - 1 - place
         width = min(98.0, (ROOM - GAP * (len(row) - 1)) / len(row))
-        size = 14 if width > 80 else 12
+        size = 14 if width > 80 else 12 if width > 66 else 11
         lines.append(f'<rect x="40" y="{top}" width="840" height="56" fill="#f7f7f5" stroke="#8a8a85"/>')
         lines.append(f'<text x="54" y="{top + 33}" font-weight="bold">{number} {name}</text>')
         for column, module in enumerate(reversed(row)):

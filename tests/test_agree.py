@@ -6,7 +6,9 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.errors import OnefoldError
+from onefold.agree import united
+from onefold.comm import connect
+from onefold.errors import OnefoldError, WeightsError
 from onefold.plan import NAMED_PLANS
 from ranks import Block, Stack, build, every_plan
 
@@ -110,6 +112,37 @@ def test_optimizers_that_differ_are_an_error_on_every_rank(ranks, name, plan):
         assert message is not None
         assert "optimizers differ" in message
         assert f"rank {rank}" in message
+
+
+# --- work of many collectives
+
+
+def worked(rank, num_ranks, fails_at):
+    """Three steps that end in a meeting; where rank r fails, and the number of steps made and the error it got."""
+    comm, done = connect(torch.device("cpu")), 0
+    try:
+        with united(comm, "the work", ("the same",)) as meet:
+            for step in range(3):
+                if fails_at.get(rank) == step:
+                    raise ZeroDivisionError(f"rank {rank} divided by zero")
+                meet()
+                done += 1
+    except (ZeroDivisionError, WeightsError) as error:
+        return done, f"{type(error).__name__}: {error}"
+    return done, None
+
+
+@pytest.mark.parametrize("fails_at", [{}, {0: 0}, {1: 1}, {2: 2}, {0: 1, 2: 1}, {0: 2, 1: 0}], ids=str)
+def test_where_one_rank_fails_all_stop_at_the_next_meeting(ranks, fails_at):
+    first = min(fails_at.values(), default=3)
+    failing = [rank for rank, step in fails_at.items() if step == first]
+    for rank, outcome in enumerate(ranks(3).run(worked, fails_at, timeout_s=PATIENCE_S)):
+        if rank in failing:
+            want = f"ZeroDivisionError: rank {rank} divided by zero"
+        else:
+            story = f"rank {rank} stops too: rank {min(failing, default=0)} divided by zero"
+            want = f"WeightsError: the work failed on rank {min(failing, default=0)}, so {story}"
+        assert outcome == (first, want if fails_at else None)
 
 
 # --- options that mean nothing

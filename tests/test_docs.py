@@ -191,10 +191,10 @@ def test_the_picture_shows_every_file_but_the_roof():
 def notes():
     """(essays by the file they stand in, names that anything cites)."""
     essays, cited = {}, set()
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         written = re.findall(r"^\[Note: ([^\]]+)\]$", ast.get_docstring(ast.parse(text)), re.MULTILINE)
-        essays.update(dict.fromkeys(written, path.name))
+        essays.update(dict.fromkeys(written, path.relative_to(PACKAGE).as_posix()))
         cited.update(re.findall(r"\[Note: ([^\]]+)\]", text))
     return essays, cited
 
@@ -202,7 +202,7 @@ def notes():
 def test_architecture_points_to_every_note_and_to_no_other():
     essays, _ = notes()
     text = (DOCS / "architecture.md").read_text()
-    pointers = dict(re.findall(r"\[Note: ([^\]]+)\]`[^`|]*\| `(\w+\.py)`", text))
+    pointers = dict(re.findall(r"\[Note: ([^\]]+)\]`[^`|]*\| `([\w/]+\.py)`", text))
     assert pointers == essays
 
 

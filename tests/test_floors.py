@@ -17,7 +17,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 # Lowest first; within a row, a module may import those before it. A folder counts as one module.
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
-    ("bytes", ("calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk")),
+    (
+        "bytes",
+        ("replace", "tensorfiles", "calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk"),
+    ),
     (
         "state",
         (
@@ -35,7 +38,24 @@ FLOORS = (
         ),
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
-    ("face", ("tensor", "discover", "agree", "meta", "fraction", "build", "access", "shard", "checkpoint")),
+    (
+        "face",
+        (
+            "tensor",
+            "discover",
+            "agree",
+            "meta",
+            "fraction",
+            "build",
+            "access",
+            "ema",
+            "shard",
+            "naming",
+            "export",
+            "pretrained",
+            "checkpoint",
+        ),
+    ),
     ("launch", ("affinity", "start_rank", "failure", "launch", "hostfile", "variables", "nodes", "schedulers")),
     (
         "tools",
@@ -60,7 +80,9 @@ class Door:
 
 DOORS = (
     # The launcher starts torchrun, the report asks which backends there are: neither communicates.
-    Door(names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "launch", "report")),
+    Door(
+        names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report")
+    ),
     Door(
         names=(
             *("torch.Stream", "torch.Event", "torch.cuda.streams", "torch.cuda.graphs"),
@@ -72,7 +94,7 @@ DOORS = (
         modules=("streams",),
     ),
     # A rank asks the kernel to end it with its launcher; it cannot import native.py for that.
-    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "start_rank")),
+    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace", "start_rank")),
     # What starts processes: the launcher, and the harness that tests run ranks with.
     Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "testing")),
 )

@@ -75,6 +75,8 @@ class _Gathered:
         runtime = self._session.runtime
         runtime.settle()
         runtime.catch_up()
+        if self._write:
+            self._session.wait_for_readers()
         active = self._session.reducer.flush()
         for unit in self._units:
             if not unit.is_gathered:
@@ -141,12 +143,7 @@ class _Gathered:
             changed = before != after
             exact[changed] = after[changed].to(exact.dtype)
             flat.trained.master.store(exact)
-        trained = [flat for flat, _ in unit.trained_flats]
-        for flat in trained:
-            unit.spread(flat, self._session.runtime.mark())
-        unit.refresh(trained)
-        unit.finish_update()
-        unit.wait_tickets()
+        unit.show_stored([flat for flat, _ in unit.trained_flats])
 
 
 def _resting(flat: Flat) -> Tensor:

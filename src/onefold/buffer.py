@@ -89,6 +89,10 @@ class Master(Protocol):
         """The tensors kept beyond the compute weight."""
         ...
 
+    def part(self, start: int, stop: int) -> "Master":
+        """The exact weights of elements [start, stop) alone."""
+        ...
+
 
 class OwnMaster:
     """The weight is exact itself: fp32 or wider."""
@@ -107,6 +111,9 @@ class OwnMaster:
 
     def held(self) -> Sequence[Tensor]:
         return ()
+
+    def part(self, start: int, stop: int) -> "OwnMaster":
+        return OwnMaster(self._weight[start:stop])
 
 
 class SplitMaster:
@@ -128,6 +135,9 @@ class SplitMaster:
 
     def held(self) -> Sequence[Tensor]:
         return (self._low,)
+
+    def part(self, start: int, stop: int) -> "SplitMaster":
+        return SplitMaster(self._weight[start:stop], self._low[start:stop])
 
 
 class CopyMaster:
@@ -151,6 +161,9 @@ class CopyMaster:
 
     def held(self) -> Sequence[Tensor]:
         return (self._copy,)
+
+    def part(self, start: int, stop: int) -> "CopyMaster":
+        return CopyMaster(self._weight[start:stop], self._copy[start:stop])
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -58,6 +58,11 @@ class Comm(Protocol):
         """Every rank's value, by rank. For set-up and errors only."""
         ...
 
+    def side_group(self) -> Any:
+        """A process group over host memory for work beside the loop, for libraries that want one; None where there is
+        but one rank. Made by the first call, which all ranks make."""
+        ...
+
 
 class LocalComm:
     """A world of one rank: no process group is needed."""
@@ -83,6 +88,9 @@ class LocalComm:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def side_group(self) -> None:
+        return None
 
 
 # Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
@@ -116,6 +124,7 @@ class _GroupComm:
     backend: str
 
     def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
         self._root = ranks[0]
         self._data, self._reduction, self._refresh, self._control = _groups(tuple(ranks), self.backend)
         self.rank = dist.get_rank(self._data)
@@ -149,6 +158,12 @@ class _GroupComm:
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def side_group(self) -> Any:
+        made = _made[dist.group.WORLD]
+        if (self._ranks, "side") not in made:
+            made[self._ranks, "side"] = (dist.new_group(list(self._ranks), backend="gloo"),)
+        return made[self._ranks, "side"][0]
 
 
 class GlooComm(_GroupComm):
@@ -219,6 +234,9 @@ class CountingComm:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return self.inner.exchange_objects(value)
+
+    def side_group(self) -> Any:
+        return self.inner.side_group()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

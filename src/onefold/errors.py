@@ -13,6 +13,8 @@ way out. The tree:
     ├── OptimizerError          an optimizer that cannot work on flat shards, or does not match the model
     ├── LossScaleError          the loss scale cannot be lowered any further
     ├── HostMemoryError         the host tier does not get the memory it needs
+    ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
+    ├── WeightsError            files of weights that cannot be written, read, or matched with the model
     └── LaunchError             `onefold run` cannot start what was asked for
 """
 
@@ -53,8 +55,16 @@ class LossScaleError(OnefoldError):
     """The dynamic loss scale is at its minimum and the gradients still overflow."""
 
 
+class CheckpointError(OnefoldError):
+    """A checkpoint cannot be written, is not whole, or does not fit what it is loaded into."""
+
+
 class HostMemoryError(OnefoldError, MemoryError):
     """The host tier needs more memory than there is, or than the system lets it lock."""
+
+
+class WeightsError(OnefoldError):
+    """Files of weights cannot be written or read, or do not match the model."""
 
 
 class LaunchError(OnefoldError, ValueError):

@@ -55,7 +55,7 @@ def materialize(model: nn.Module, spec: UnitSpec, specs: Sequence[UnitSpec], dev
         return
     around = {prefix for name in owners for prefix in _prefixes(name)}
     silent = set()
-    with _only(model, owners, newborn), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with only(model, owners, newborn), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed + crc32(spec.name.encode()))
         for name, module in _innermost_first("", model):
             if name in around:
@@ -126,7 +126,7 @@ def _unset(like: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _only(model: nn.Module, owners: dict[str, nn.Module], newborn: set[int]) -> Iterator[None]:
+def only(model: nn.Module, owners: dict[str, nn.Module], newborn: set[int]) -> Iterator[None]:
     """Inside, every tensor but those being born shows as meta. See [Note: Whose initializer]."""
     hidden: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     mine = {id(module) for module in owners.values()}

@@ -48,6 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         grad_norm: that norm before clipping, of the last step (float; inf or nan where gradients overflowed).
         skipped: whether the last step was skipped because a gradient on some rank was not finite.
         loss_scale: the loss scale now (1.0 without scaling).
+        num_updates: steps so far that were not skipped.
         host_busy_s, host_wait_s: seconds that updates on the host took so far, and that the loop waited for them.
 
     Raises:
@@ -80,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
         self._updates = self._build_updates()
         self._work = self._arrange()
         self._delay_after = self._allow_delay(delay_after) if delayed else None
-        self._num_updates = 0
+        self.num_updates = 0
 
     @property
     def loss_scale(self) -> float:
@@ -110,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         session = self._session
         session.runtime.settle()
+        session.wait_for_readers()
         session.runtime.finish_updates()
         session.runtime.check_bound()
         self._take_written()
@@ -125,6 +127,15 @@ class Optimizer(torch.optim.Optimizer):
         if self.loss_scale != scale:
             session.reducer.rescale(self.loss_scale / scale)
         return loss
+
+    @property
+    def updates(self) -> Sequence[FlatUpdate]:
+        """The updates of the flat buffers, in the order of the units."""
+        return self._updates
+
+    @property
+    def rule_name(self) -> str:
+        return self._rule.name
 
     def _hyper_parameters(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
@@ -152,8 +163,8 @@ class Optimizer(torch.optim.Optimizer):
             unit.wait_refreshed()
 
     def _start(self, active: set[tuple[int, int, int]], factors: Sequence[float], is_sent: Event) -> None:
-        is_late = self._delay_after is not None and self._num_updates >= self._delay_after
-        self._num_updates += 1
+        is_late = self._delay_after is not None and self.num_updates >= self._delay_after
+        self.num_updates += 1
         for unit, updates in self._work:
             started = []
             for update in updates:
@@ -209,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
             "updates": [update.state_dict() for update in self._updates],
             "param_groups": self._hyper_parameters(),
             "scaler": self._session.scaler.state_dict(),
-            "num_updates": self._num_updates,
+            "num_updates": self.num_updates,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -224,13 +235,14 @@ class Optimizer(torch.optim.Optimizer):
                 f"{self._session.fingerprint}; a rank's own state loads only into the same rank, number of "
                 "ranks, plan and model"
             )
+        self._session.wait_for_readers()
         self._session.runtime.catch_up()
         for update, saved in zip(self._updates, state_dict["updates"], strict=True):
             update.load_state_dict(saved)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
         self._session.scaler.load_state_dict(state_dict["scaler"])
-        self._num_updates = state_dict["num_updates"]
+        self.num_updates = state_dict["num_updates"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_updates"):

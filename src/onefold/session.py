@@ -2,11 +2,11 @@
 parameter."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.comm import Comm
 from onefold.dtypes import Precision
@@ -37,12 +37,32 @@ class Session:
     scaler: Scaler
     fingerprint: str
     """Plan, ranks and geometry in one word: equal where rank-local state can be exchanged."""
+    readers: list[Callable[[], None]] = field(default_factory=list)
+    """Waits for those who read resting state beside the loop (a save under way)."""
+    saves: list[Callable[[], None]] = field(default_factory=list)
+    """Waits for the saves under way."""
+    room: Tensor | None = None
+    """Host memory for what a save copies, kept for the next one."""
 
     def describe(self, param: nn.Parameter) -> str:
         return self.runtime.describe(param)
 
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
         self.runtime.touch(params, func)
+
+    def wait_for_saves(self) -> None:
+        """Come back when no save is under way.
+
+        Raises:
+            CheckpointError: one failed, and nobody heard of it yet.
+        """
+        while self.saves:
+            self.saves.pop()()
+
+    def wait_for_readers(self) -> None:
+        """Come back when resting state may be changed."""
+        while self.readers:
+            self.readers.pop()()
 
     def attach(self, model: nn.Module) -> None:
         """Make the session findable from the model and from each of its parameters."""

@@ -124,7 +124,7 @@ class Host:
                 "on more hosts, a plan that keeps less on the host (ZERO_3), or a smaller model"
             )
         if self.device.type == "cuda" and nbytes:
-            return _pinned(numel, dtype, len(self._cores))
+            return pinned(numel, dtype, len(self._cores))
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def fetch(self, resting: Tensor) -> tuple[Tensor, Ticket]:
@@ -182,7 +182,7 @@ def available_bytes() -> int:
     return free if limit == "max" else min(free, int(limit) - used)
 
 
-def _pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
+def pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
     """Zeros in page-locked memory of exactly this size (torch's own allocator rounds up to powers of two), given back
     when the last tensor in it is gone."""
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

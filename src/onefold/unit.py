@@ -223,6 +223,14 @@ class Unit:
             self.is_used = False
             self._hide()
 
+    def show_stored(self, flats: Collection[Flat]) -> None:
+        """Bring what was stored into `flats` between steps to wherever it is read; returns when it is there."""
+        for flat in flats:
+            self.spread(flat, self._lanes.mark())
+        self.refresh(flats)
+        self.finish_update()
+        self.wait_tickets()
+
     def wait_refreshed(self) -> None:
         """Let the current stream read what `refresh` brought, unless it is still to come."""
         if self.is_used:

@@ -3,15 +3,17 @@
 Neighbouring parameters of one group at the same step form one run, so a rule sees few long tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, dtype
 
 from onefold import native
 from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule, probe
+from onefold.errors import OptimizerError
 from onefold.layout import Piece
 from onefold.native import Updater
 from onefold.plan import Tier
@@ -58,6 +60,36 @@ class FlatUpdate(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def expect(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        """Be ready to take over state: the names and dtypes of its tensors, by slot.
+
+        Raises:
+            OptimizerError: this rule keeps other state.
+        """
+        ...
+
+    def parts(self) -> "Iterator[StatePart]":
+        """The element-wise state that rests here."""
+        ...
+
+    def scalars(self) -> dict[int, dict[str, Any]]:
+        """What else is kept of each parameter, by slot: the same for all its elements."""
+        ...
+
+    def take_scalars(self, scalars: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take back what `scalars` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePart:
+    """Some elements of one state tensor: those from element `first` of the flattened parameter on."""
+
+    slot: int
+    name: str
+    first: int
+    tensor: Tensor  # [elements]
 
 
 _Slice = tuple[slice, dict[str, Any], Group]
@@ -177,6 +209,26 @@ class RuleUpdate(_Update[_Run]):
             tensor.copy_(state["state"][name])
         self._load_master(state["master"])
 
+    def expect(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        for slot, group in enumerate(self._groups):
+            wanted = set(self._rule.state_names(group)) if group is not None else set()
+            if wanted != set(saved.get(slot, ())) and group is not None:
+                raise _other_state(self.flat.names[slot], self._rule.name, wanted, saved.get(slot, ()))
+
+    def parts(self) -> Iterator[StatePart]:
+        for piece in self._pieces:
+            group = self._groups[piece.slot]
+            for name in self._rule.state_names(group) if group is not None else ():
+                tensor = self._state[name][piece.start : piece.stop]
+                yield StatePart(slot=piece.slot, name=name, first=piece.slot_start, tensor=tensor)
+
+    def scalars(self) -> dict[int, dict[str, Any]]:
+        return {slot: {"step": self._steps[slot]} for slot, group in enumerate(self._groups) if group is not None}
+
+    def take_scalars(self, scalars: Mapping[int, Mapping[str, Any]]) -> None:
+        for slot, values in scalars.items():
+            self._steps[slot] = int(values["step"])
+
     def _update(self, master: Tensor, grad: Tensor, work: list[_Run]) -> None:
         for run in work:
             part = slice(run.start, run.stop)
@@ -256,6 +308,36 @@ class SliceUpdate(_Update[_Slice]):
         self._states = [dict(saved) for saved in state["states"]]
         self._load_master(state["master"])
 
+    def expect(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        for piece, state in zip(self._pieces, self._states, strict=True):
+            if self._groups[piece.slot] is None:
+                continue
+            have = {name for name, value in state.items() if _is_element_wise(value, piece)}
+            if have and have != set(saved.get(piece.slot, ())):
+                raise _other_state(
+                    self.flat.names[piece.slot], self._rule.cls.__name__, have, saved.get(piece.slot, ())
+                )
+            for name, kind in saved.get(piece.slot, {}).items():
+                if name not in have:
+                    state[name] = torch.zeros(piece.numel, dtype=kind, device=self._trained.weight.device)
+
+    def parts(self) -> Iterator[StatePart]:
+        for piece, state in zip(self._pieces, self._states, strict=True):
+            for name, value in state.items():
+                if _is_element_wise(value, piece):
+                    yield StatePart(slot=piece.slot, name=name, first=piece.slot_start, tensor=value)
+
+    def scalars(self) -> dict[int, dict[str, Any]]:
+        return {
+            piece.slot: {name: value for name, value in state.items() if not _is_element_wise(value, piece)}
+            for piece, state in zip(self._pieces, self._states, strict=True)
+            if self._groups[piece.slot] is not None
+        }
+
+    def take_scalars(self, scalars: Mapping[int, Mapping[str, Any]]) -> None:
+        for piece, state in zip(self._pieces, self._states, strict=True):
+            state.update(_settled(scalars.get(piece.slot, {})))
+
     def _plan(self, slots: set[int]) -> list[_Slice]:
         return [
             (slice(piece.start, piece.stop), state, _settled(self._group(piece.slot)))
@@ -266,6 +348,17 @@ class SliceUpdate(_Update[_Slice]):
     def _update(self, master: Tensor, grad: Tensor, work: list[_Slice]) -> None:
         for part, state, group in work:
             self._rule.update_slice(master[part], grad[part], state, group)
+
+
+def _is_element_wise(value: Any, piece: Piece) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.numel
+
+
+def _other_state(name: str, rule: str, wanted: Iterable[str], saved: Iterable[str]) -> OptimizerError:
+    return OptimizerError(
+        f"{rule} keeps {', '.join(sorted(wanted)) or 'no state'} for {name!r}, and what is loaded has "
+        f"{', '.join(sorted(saved)) or 'none'}: it is of another optimizer, or the parameter was not trained then"
+    )
 
 
 def _settled(group: Group) -> Group:

@@ -1,0 +1,163 @@
+"""Times saving and loading a checkpoint against the machine's link and disk.
+
+    python benchmarks/checkpoint.py [--params 3.82] [--plan zero_3] [--directory DIR] [--device cuda] [--json FILE]
+    torchrun --nproc-per-node 4 benchmarks/checkpoint.py --params 6.74
+
+A Llama-shaped model in bf16 with AdamW, two steps old. In one run: how long the bytes of a rank take to host memory
+alone (locked memory, one copy); how long an asynchronous save keeps the loop waiting (the first, which also locks the
+memory, and the second); how fast a plain file of the same size comes to the disk, all ranks at once; how fast a save
+and a load are. DIR needs twice the checkpoint's size.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import onefold
+from offload import SIZES, batch, machine, sharded, synchronize
+from onefold.checkpoint.entries import own_entries
+from onefold.checkpoint.storage import Reader
+from onefold.comm import start
+from onefold.session import session_of
+from onefold.tier import pinned
+
+PIECE = 2**26
+
+
+def together(work: Callable[[], Any]) -> float:
+    """Seconds that the slowest rank needs, all of them starting at once."""
+    synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    begun = time.perf_counter()
+    work()
+    synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - begun
+
+
+def link_seconds(nbytes: int, device: str) -> float:
+    """A copy of so many bytes from the device to the host."""
+    source = torch.ones(min(nbytes, 2**30), dtype=torch.uint8, device=device)
+    cuda = device == "cuda"
+    target = pinned(len(source), torch.uint8, 4) if cuda else torch.empty(len(source), dtype=torch.uint8)
+    target.copy_(source)
+    return together(lambda: target.copy_(source, non_blocking=True)) * nbytes / len(source)
+
+
+def disk_seconds(nbytes: int, directory: Path, rank: int) -> float:
+    """A plain file of so many bytes, on the disk."""
+    data = os.urandom(PIECE)
+    path = directory / f"plain-{rank}"
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for start in range(0, nbytes, PIECE):
+                file.write(memoryview(data)[: nbytes - start])
+            os.fsync(file.fileno())
+
+    seconds = together(write)
+    path.unlink()
+    return seconds
+
+
+def step(model: Any, optimizer: Any, number: int, device: str) -> None:
+    tokens = batch(number, device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(words: argparse.Namespace) -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    directory = Path(words.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    model, optimizer = sharded(words.params, words.plan, words.device)
+    for number in range(2):
+        step(model, optimizer, number, words.device)
+    session = session_of(model, "the benchmark")
+    session.runtime.catch_up()
+    own = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in own_entries(session, optimizer, None))
+    link = link_seconds(own, words.device)
+    stalls = []
+    for _ in range(2):
+        synchronize()
+        saving = onefold.save(directory / "beside", model, optimizer, asynchronous=True, progress=False)
+        stalls.append(saving.stall_s)
+        step(model, optimizer, 0, words.device)
+        saving.wait()
+    shutil.rmtree(directory / "beside", ignore_errors=True)
+    disk = disk_seconds(own, directory, rank)
+    save = together(lambda: onefold.save(directory / "now", model, optimizer, progress=False))
+    load = together(lambda: onefold.load(directory / "now", model, optimizer, progress=False))
+    on_disk = sum(path.stat().st_size for path in (directory / "now").iterdir())
+    tensors = sum(reader_bytes(Reader(directory / "now")).values())
+    return {
+        **machine(words.device),
+        "params": words.params,
+        "plan": words.plan,
+        "num_ranks": session.comm.num_ranks,
+        "rank_bytes": own,
+        "link_seconds": link,
+        "stall_seconds": stalls,
+        "disk_seconds": disk,
+        "save_seconds": save,
+        "load_seconds": load,
+        "disk_bytes": on_disk,
+        "tensor_bytes": tensors,
+    }
+
+
+def reader_bytes(reader: Reader) -> dict[str, int]:
+    """Bytes of each tensor in a checkpoint."""
+    metadata = reader.read_metadata().state_dict_metadata
+    return {key: stored.size.numel() * stored.properties.dtype.itemsize for key, stored in metadata.items()}
+
+
+def show(row: dict[str, Any]) -> None:
+    gb = row["rank_bytes"] / 1e9
+    total = gb * row["num_ranks"]
+    print(f"{row['num_ranks']} ranks, {gb:.2f} GB each, {row['plan']}, {row['params']}e9 parameters")
+    print(f"over the link alone    {row['link_seconds']:8.3f} s")
+    print(f"save keeps waiting     {row['stall_seconds'][0]:8.3f} s, then {row['stall_seconds'][1]:.3f} s")
+    print(f"a plain file           {row['disk_seconds']:8.3f} s  {total / row['disk_seconds']:.2f} GB/s")
+    print(f"save                   {row['save_seconds']:8.3f} s  {total / row['save_seconds']:.2f} GB/s")
+    print(f"load                   {row['load_seconds']:8.3f} s")
+    print(f"on disk {row['disk_bytes']:,} bytes for {row['tensor_bytes']:,} of tensors", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=3.82, choices=SIZES, help="billions of parameters")
+    parser.add_argument("--plan", default="zero_3")
+    parser.add_argument("--directory", default="out/checkpoint-benchmark")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--json", type=Path, help="write the JSON here too")
+    words = parser.parse_args()
+    start()
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+        row = measure(words)
+        show(row)
+        print(json.dumps(row))
+    if words.json and is_first:
+        words.json.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    if is_first:
+        shutil.rmtree(words.directory, ignore_errors=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

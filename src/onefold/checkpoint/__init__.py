@@ -1,0 +1,123 @@
+"""Owns `save` and `load`: what a run needs to go on, in a directory that fits any number of ranks and any plan.
+
+[Note: Saving beside training]
+An asynchronous save copies what rests on the device to the host and returns. What rests on the host is read where it
+is, while the next forward and backward run; the next `optimizer.step` waits until it has been read. Files are written
+by a thread of its own, over a process group of its own. A save waits for the one before it.
+"""
+
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from onefold.ema import EMA
+from onefold.errors import CheckpointError
+from onefold.optimizer import Optimizer
+from onefold.session import session_of
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import, which only runs that save should spend
+    from onefold.checkpoint.files import Files
+    from onefold.checkpoint.saving import Saving
+
+__all__ = ["load", "save"]
+
+Where = str | PathLike[str]
+
+
+def save(
+    path: Where,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    ema: EMA | None = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+    progress: bool = True,
+    files: "Files | None" = None,
+) -> "Saving":
+    """Write a checkpoint of a sharded model; every rank calls it, between steps.
+
+    It holds what a run needs to go on, by the user's names and in the user's shapes, for any number of ranks and any
+    plan. It appears under `path` at once, when all of it is on the disk, and replaces one that stood there.
+
+    Args:
+        path: a directory that is to be the checkpoint, on a file system that all ranks share.
+        model: what `onefold.shard` returned.
+        optimizer: its optimizer; None saves the weights alone.
+        scheduler: a learning-rate scheduler, or several in a list: objects with `state_dict`.
+        loader: this rank's data loader (torchdata's StatefulDataLoader, say); of use at the same number of ranks.
+        ema: the average of the weights, to be saved with them.
+        extra: what `load` shall return: numbers, strings, tensors and containers of them; rank 0's counts.
+        keep_last: how many checkpoints to keep beside and including this one; older ones are removed afterwards.
+        asynchronous: return when training may go on, and write beside it. See [Note: Saving beside training].
+        progress: show a bar on a terminal (rank 0, with `rich` installed).
+        files: the file operations to use.
+
+    Returns:
+        The save: `wait()` for it if it is asynchronous. The next save and the end of the program do.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot save or write something. Older checkpoints stay as they were.
+    """
+    from onefold.checkpoint import contents, saving
+    from onefold.checkpoint.files import Files
+
+    session = session_of(model, "onefold.save")
+    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+        raise CheckpointError(f"keep_last={keep_last!r}: give the number of checkpoints to keep, 1 or more, or None")
+    wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
+    collect = partial(
+        contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
+    )
+    return saving.save(session, Path(path).absolute(), collect, wishes)
+
+
+def load(
+    path: Where,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    ema: EMA | None = None,
+    random_states: bool = True,
+    progress: bool = True,
+    files: "Files | None" = None,
+) -> Any:
+    """Take back what `save` wrote, into a model that may be sharded over other ranks by another plan.
+
+    Every rank calls it. Each reads what it updates, at most one parameter at a time beside it, and checks every byte.
+    `DIRECTORY/latest` means the newest whole checkpoint in a directory; one that turns out to be damaged is passed
+    over, with a warning in the log.
+
+    Args:
+        path: a checkpoint, or `DIRECTORY/latest`.
+        model: what `onefold.shard` returned, with the parameters of the model that was saved.
+        optimizer: its optimizer; None loads weights and buffers alone.
+        scheduler: a learning-rate scheduler, or as many in a list as were saved.
+        loader: this rank's data loader; the number of ranks has to be that of the save.
+        ema: the average of the weights, to be loaded with them.
+        random_states: whether random generators go on where they were. A rank that had no counterpart keeps its own.
+        progress: show a bar on a terminal (rank 0, with `rich` installed).
+        files: the file operations to use.
+
+    Returns:
+        The `extra` that `save` was given; tensors in it are on the host.
+
+    Raises:
+        CheckpointError: on every rank; there is no such checkpoint, it is damaged, or it does not fit. If the error
+            came while tensors were read (it says so), the model holds some of its values.
+    """
+    from onefold.checkpoint import loading
+    from onefold.checkpoint.files import Files
+
+    session = session_of(model, "onefold.load")
+    job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, progress)
+    rest = partial(loading.take_rest, session, scheduler=scheduler, loader=loader, random_states=random_states)
+    return loading.load(session, Path(path).absolute(), job, rest)

@@ -1,0 +1,159 @@
+"""Owns how values that are not shards become JSON and back: exactly, and without running anybody's code.
+
+Invariant: `decode(json.loads(json.dumps(encode(value))))` has the same types and bits as `value`. What cannot be said
+in this way is refused when it is saved, by the path that leads to it.
+"""
+
+import base64
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onefold.errors import CheckpointError
+
+_TAG = "$"
+_PLAIN = (bool, int, str, type(None))
+
+Keep = Callable[[Tensor], str]
+"""Puts a tensor aside; returns the name to find it by."""
+
+
+def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
+    """`value` in terms of JSON. Tensors go to `keep`, or into the text.
+
+    Raises:
+        CheckpointError: it holds something else than numbers, strings, bytes, tensors, arrays and containers of them.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, where, keep)
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "value": dtype_name(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping) and hasattr(value, "items"):
+        return _encode_mapping(value, where, keep)
+    if type(value) is list:
+        return [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
+    if type(value) in (tuple, set, frozenset, torch.Size):
+        kind = "tuple" if type(value) in (tuple, torch.Size) else "set"
+        return {_TAG: kind, "items": [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]}
+    array = _as_array(value)
+    if array is not None:
+        return array
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it would "
+        "take pickle, which runs code when it is read. Give numbers, strings, bytes, tensors, and lists, tuples, sets "
+        "and dicts of them"
+    )
+
+
+def _encode_tensor(value: Tensor, where: str, keep: Keep | None) -> Any:
+    if value.layout != torch.strided:
+        raise CheckpointError(f"{where} is a tensor with layout {value.layout}; give a dense one")
+    if keep is not None:
+        return {_TAG: "tensor", "key": keep(value)}
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    raw = bytearray(flat.nbytes)
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(flat.view(torch.uint8))
+    return {
+        _TAG: "tensor",
+        "dtype": dtype_name(value.dtype),
+        "shape": list(value.shape),
+        "value": base64.b64encode(raw).decode(),
+    }
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str, keep: Keep | None) -> Any:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: encode(item, f"{where}[{key!r}]", keep) for key, item in value.items()}
+    pairs = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
+    return {_TAG: "dict", "items": pairs}
+
+
+def _as_array(value: Any) -> Any:
+    numpy = sys.modules.get("numpy")  # who has its arrays has imported it
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.hasobject:
+        return None
+    raw = numpy.ascontiguousarray(value).tobytes()
+    return {
+        _TAG: "array" if isinstance(value, numpy.ndarray) else "scalar",
+        "dtype": value.dtype.str,
+        "shape": list(value.shape),
+        "value": base64.b64encode(raw).decode(),
+    }
+
+
+def decode(value: Any, fetch: Callable[[str], Tensor] | None = None) -> Any:
+    """What `encode` was given; tensors that were put aside come from `fetch`.
+
+    Raises:
+        CheckpointError: it was not made by `encode`.
+    """
+    if isinstance(value, list):
+        return [decode(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item, fetch) for key, item in value.items()}
+    try:
+        return _decode_tagged(value, fetch)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{value.get(_TAG)!r} is no value that this version can read ({error!r})") from error
+
+
+def _decode_tagged(value: Mapping[str, Any], fetch: Callable[[str], Tensor] | None) -> Any:
+    match value[_TAG]:
+        case "float":
+            return float(value["value"])
+        case "dtype":
+            return dtype_of(value["value"])
+        case "bytes":
+            return base64.b64decode(value["value"])
+        case "tuple":
+            return tuple(decode(item, fetch) for item in value["items"])
+        case "set":
+            return {decode(item, fetch) for item in value["items"]}
+        case "dict":
+            return {decode(key, fetch): decode(item, fetch) for key, item in value["items"]}
+        case "tensor" if "key" in value:
+            if fetch is None:
+                raise ValueError("a tensor elsewhere, where none is expected")
+            return fetch(value["key"])
+        case "tensor":
+            raw = bytearray(base64.b64decode(value["value"]))
+            dtype = dtype_of(value["dtype"])
+            return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(value["shape"])
+        case "array" | "scalar":
+            import numpy
+
+            array = numpy.frombuffer(base64.b64decode(value["value"]), dtype=numpy.dtype(value["dtype"]))
+            array = array.reshape(value["shape"])
+            return array.copy() if value[_TAG] == "array" else array[()]
+        case other:
+            raise ValueError(f"unknown kind {other!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that `dtype_name` named.
+
+    Raises:
+        CheckpointError: there is none of that name.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{name!r} is no dtype of this version of torch")
+    return dtype

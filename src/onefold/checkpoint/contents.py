@@ -1,0 +1,150 @@
+"""Owns what a checkpoint holds beside tensors: what all ranks share, and what is of one rank."""
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.checkpoint.codec import dtype_name, encode
+from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, persistent_buffers, updates_of, whole_entry
+from onefold.ema import EMA
+from onefold.optimizer import Optimizer
+from onefold.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What one rank contributes to a checkpoint."""
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    entries: Sequence[Entry]
+
+
+def collect(
+    session: Session,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    scheduler: Any,
+    loader: Any,
+    ema: EMA | None,
+    extra: Any,
+) -> Contents:
+    """All that a run needs to go on, as this rank has it."""
+    entries, aside = list(own_entries(session, optimizer, ema)), list[Entry]()
+    is_first = session.comm.rank == 0
+
+    def keep(tensor: Tensor) -> str:
+        aside.append(whole_entry(f"extra.{len(aside)}", tensor.detach()))
+        return aside[-1].key
+
+    schedulers = several(scheduler)
+    shared = {
+        "onefold": 1,
+        "torch": torch.__version__,
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "saved_ns": time.time_ns(),
+        "num_ranks": session.comm.num_ranks,
+        "plan": str(session.plan),
+        "params": _params(session),
+        "tied": _tied(model),
+        "buffers": {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()},
+        "scaler": encode(session.scaler.state_dict(), "the loss scale"),
+        "optimizer": None if optimizer is None else _optimizer(session, optimizer),
+        "has_ema": ema is not None,
+        "schedulers": [encode(each.state_dict(), f"scheduler {index}") for index, each in enumerate(schedulers)],
+        "extra": encode(extra, "extra", keep) if is_first else None,
+    }
+    own = {
+        "random": encode(_random_states(session.device), "random states"),
+        "loader": None if loader is None else encode(loader.state_dict(), "the state of loader"),
+    }
+    if is_first:
+        entries += [*buffer_entries(model), *(entry for entry in aside if entry.stop)]
+        shared["empty"] = {entry.key: [list(entry.shape), dtype_name(entry.dtype)] for entry in aside if not entry.stop}
+    return Contents(shared=shared, own=own, entries=entries)
+
+
+def several(scheduler: Any) -> list[Any]:
+    return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
+
+
+def _params(session: Session) -> dict[str, Any]:
+    return {
+        name: {
+            "shape": list(slot.shape),
+            "dtype": dtype_name(flat.weight.dtype),
+            "trained": flat.trained is not None,
+        }
+        for unit in session.runtime.units
+        for flat in unit.flats
+        for name, slot in zip(flat.names, flat.layout.slots, strict=True)
+    }
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The second and further names of parameters, and the first."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            tied[name] = first[id(param)]
+        first.setdefault(id(param), name)
+    return tied
+
+
+def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
+    names = {
+        id(param): name
+        for unit in session.runtime.units
+        for flat in unit.flats
+        for name, param in zip(flat.names, flat.params, strict=True)
+    }
+    groups = [
+        {
+            "params": [names[id(param)] for param in group["params"]],
+            "hyper": encode({key: value for key, value in group.items() if key != "params"}, f"param group {index}"),
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    scalars: dict[str, Any] = {}
+    states: dict[str, list[str]] = {}
+    for update in updates_of(optimizer).values():
+        for slot, values in update.scalars().items():
+            name = update.flat.names[slot]
+            scalars[name] = encode(values, f"the state of {name!r}")
+        for part in update.parts():
+            states.setdefault(update.flat.names[part.slot], []).append(part.name)
+    return {
+        "rule": optimizer.rule_name,
+        "groups": groups,
+        "scalars": scalars,
+        "states": {name: sorted(set(found)) for name, found in states.items()},
+        "num_updates": optimizer.num_updates,
+    }
+
+
+def merge_states(session: Session, shared: dict[str, Any]) -> None:
+    """Let all ranks have what is known of a slice's state only where the slice rests."""
+    mine = shared["optimizer"]
+    for theirs in session.comm.exchange_objects(None if mine is None else (mine["scalars"], mine["states"])):
+        if mine is not None and theirs is not None:
+            mine["scalars"].update(theirs[0])
+            mine["states"].update(theirs[1])
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state() if numpy is not None else None,
+    }

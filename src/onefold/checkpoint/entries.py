@@ -1,0 +1,214 @@
+"""Owns what a checkpoint holds of a model and its optimizer, as tensors of which each rank has some elements.
+
+Names in a checkpoint: `model.NAME` (exact weights: the master where there is one), `optimizer.STATE.NAME`,
+`ema.NAME`, `buffer.NAME`, `extra.N`. Shapes are the user's; what rank, plan, tier or unit they came from does not show.
+
+[Note: Whose elements]
+Saving, every element is written by one rank: the one whose shard it lies in, whatever the plan keeps besides. Loading,
+a rank reads every element that it updates. Both are ranges of flattened parameters, so both are read off the layout.
+Where a plan keeps more, it comes from the other ranks as after an update.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from onefold.buffer import Master, OwnMaster, exact_dtype
+from onefold.ema import EMA
+from onefold.optimizer import Optimizer
+from onefold.plan import Tier
+from onefold.session import Session
+from onefold.unit import Flat, Trained
+from onefold.update import FlatUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Elements [start, stop) of one tensor of the checkpoint, in row-major order, which this rank writes or reads."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+    read: Callable[[int, int], Tensor]
+    """The values of elements [a, b) of the tensor: 1-D, on any device, perhaps the resting memory itself."""
+    write: Callable[[int, Tensor], None]
+    """Put values (1-D, on the host) where the elements from the given one on rest."""
+    is_still: bool
+    """Whether the memory behind it stays as it is until the optimizer's next step: it rests on the host."""
+
+
+def own_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
+    """What this rank writes: its shard of everything."""
+    for flat, entry, slot in _entries(session, optimizer, ema):
+        low, high = flat.layout.shard_range(session.comm.rank)
+        where = flat.layout.slots[slot]
+        start, stop = max(entry.start, low - where.start), min(entry.stop, high - where.start)
+        if start < stop:
+            yield _between(entry, start, stop)
+
+
+def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
+    """What this rank reads: all that it updates."""
+    return (entry for _, entry, _ in _entries(session, optimizer, ema))
+
+
+def buffer_entries(model: nn.Module) -> Iterator[Entry]:
+    """The buffers of a model that its state dict has; whole, and the same on every rank."""
+    for name, buffer in persistent_buffers(model).items():
+        if buffer.numel():
+            yield whole_entry(f"buffer.{name}", buffer)
+
+
+def whole_entry(key: str, tensor: Tensor) -> Entry:
+    """A tensor that a rank has whole."""
+
+    def read(start: int, stop: int) -> Tensor:
+        return tensor.detach().reshape(-1)[start:stop]
+
+    def write(start: int, values: Tensor) -> None:
+        whole = tensor.detach().reshape(-1).clone()
+        whole[start : start + len(values)] = values.to(whole.device)
+        tensor.detach().copy_(whole.view(tensor.shape))
+
+    shape = tuple(tensor.shape)
+    return Entry(
+        key=key,
+        shape=shape,
+        dtype=tensor.dtype,
+        start=0,
+        stop=prod(shape),
+        read=read,
+        write=write,
+        is_still=False,
+    )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers by name, those left out that a state dict leaves out."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def updates_of(optimizer: Optimizer | None) -> Mapping[int, FlatUpdate]:
+    """The optimizer's updates, by the id of their flat buffer."""
+    return {} if optimizer is None else {id(update.flat): update for update in optimizer.updates}
+
+
+def _between(entry: Entry, start: int, stop: int) -> Entry:
+    return Entry(
+        key=entry.key,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        start=start,
+        stop=stop,
+        read=entry.read,
+        write=entry.write,
+        is_still=entry.is_still,
+    )
+
+
+def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[tuple[Flat, Entry, int]]:
+    """Flat buffer, entry and slot of everything that this rank updates, unit by unit."""
+    updates = updates_of(optimizer)
+    averages = {} if ema is None else {id(flat): average for flat, average in ema.averages}
+    for flat in (flat for unit in session.runtime.units for flat in unit.flats):
+        for slot, entry in _weights(session, flat):
+            yield flat, entry, slot
+        if id(flat) in updates:
+            for slot, entry in _states(updates[id(flat)]):
+                yield flat, entry, slot
+        if id(flat) in averages and flat.trained is not None:
+            for slot, entry in _averages(flat, flat.trained, averages[id(flat)]):
+                yield flat, entry, slot
+
+
+def _weights(session: Session, flat: Flat) -> Iterator[tuple[int, Entry]]:
+    trained = flat.trained
+    if trained is not None:
+        master: Master = trained.master
+        first, numel, tier = trained.start, trained.numel, trained.rest.tier
+    else:
+        is_part = flat.weight.numel() < flat.layout.numel
+        master, numel, tier = OwnMaster(flat.weight), flat.weight.numel(), flat.rest.tier
+        first = session.comm.rank * flat.layout.shard_numel if is_part else 0
+    for piece in flat.layout.pieces_between(first, first + numel):
+        yield (
+            piece.slot,
+            Entry(
+                key=f"model.{flat.names[piece.slot]}",
+                shape=flat.layout.slots[piece.slot].shape,
+                dtype=flat.weight.dtype if trained is None else exact_dtype(flat.weight.dtype),
+                start=piece.slot_start,
+                stop=piece.slot_start + piece.numel,
+                read=_master_reader(master, piece.start - piece.slot_start),
+                write=_master_writer(master, piece.start - piece.slot_start),
+                is_still=tier == Tier.HOST,
+            ),
+        )
+
+
+def _states(update: FlatUpdate) -> Iterator[tuple[int, Entry]]:
+    for part in update.parts():
+        yield (
+            part.slot,
+            Entry(
+                key=f"optimizer.{part.name}.{update.flat.names[part.slot]}",
+                shape=update.flat.layout.slots[part.slot].shape,
+                dtype=part.tensor.dtype,
+                start=part.first,
+                stop=part.first + part.tensor.numel(),
+                read=_reader(part.tensor, part.first),
+                write=_writer(part.tensor, part.first),
+                is_still=update.tier == Tier.HOST,
+            ),
+        )
+
+
+def _averages(flat: Flat, trained: Trained, average: Tensor) -> Iterator[tuple[int, Entry]]:
+    for piece in flat.layout.pieces_between(trained.start, trained.start + trained.numel):
+        part = average[piece.start : piece.stop]
+        yield (
+            piece.slot,
+            Entry(
+                key=f"ema.{flat.names[piece.slot]}",
+                shape=flat.layout.slots[piece.slot].shape,
+                dtype=average.dtype,
+                start=piece.slot_start,
+                stop=piece.slot_start + piece.numel,
+                read=_reader(part, piece.slot_start),
+                write=_writer(part, piece.slot_start),
+                is_still=trained.rest.tier == Tier.HOST,
+            ),
+        )
+
+
+def _master_reader(master: Master, offset: int) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: master.part(offset + start, offset + stop).load()
+
+
+def _master_writer(master: Master, offset: int) -> Callable[[int, Tensor], None]:
+    def write(start: int, values: Tensor) -> None:
+        part = master.part(offset + start, offset + start + len(values))
+        part.store(values.to(part.load().device))
+
+    return write
+
+
+def _reader(tensor: Tensor, first: int) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: tensor[start - first : stop - first]
+
+
+def _writer(tensor: Tensor, first: int) -> Callable[[int, Tensor], None]:
+    def write(start: int, values: Tensor) -> None:
+        tensor[start - first : start - first + len(values)].copy_(values)
+
+    return write

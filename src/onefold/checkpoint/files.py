@@ -1,0 +1,215 @@
+"""Owns how bytes come to disk and back: every operation on files that can fail, and the checksums of what was written.
+
+[Note: Blocks]
+A data file has a checksum for each block of 64 KiB, in a file beside it. So a rank that reads only its slice of a file
+checks every byte that it uses, and reads at most two blocks more.
+"""
+
+import fcntl
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from onefold.errors import CheckpointError
+
+BLOCK_BYTES = 2**16
+_AT_ONCE = 256 * BLOCK_BYTES
+"""Bytes copied, checked and written at once."""
+
+
+class Files:
+    """The operating system, as far as checkpoints need it. Faults are injected by overriding a method."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new file, unbuffered; an existing one is an error."""
+        return path.open("xb", buffering=0)
+
+    def write(self, file: BinaryIO, data: memoryview) -> int:
+        """How many of the bytes were written: at least one."""
+        return file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Come back when the bytes are on the disk."""
+        os.fsync(file.fileno())
+
+    def sync_directory(self, path: Path) -> None:
+        """Come back when the names in a directory are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def read_into(self, file: BinaryIO, data: memoryview) -> int:
+        """How many bytes were read: 0 at the end of the file."""
+        return file.readinto(data)  # type: ignore[attr-defined,no-any-return]
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+
+class Lock:
+    """A file that is locked while this process writes into its directory. The system lets go of it when the process
+    ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        self._file.close()
+
+    @staticmethod
+    def is_held(path: Path) -> bool:
+        """Whether somebody, perhaps on another machine, holds it now."""
+        try:
+            Lock(path).release()
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+        return False
+
+
+def write_all(files: Files, file: BinaryIO, data: memoryview) -> None:
+    """Write all of `data`; a system may take less at once."""
+    while data:
+        written = files.write(file, data)
+        if not written:
+            raise OSError(f"the system wrote nothing of {len(data)} bytes")
+        data = data[written:]
+
+
+def write_file(files: Files, path: Path, data: bytes) -> None:
+    """A whole new file, on the disk when this returns."""
+    with files.create(path) as file:
+        write_all(files, file, memoryview(data))
+        files.sync(file)
+
+
+class BlockWriter:
+    """Writes one data file and the checksums of its blocks."""
+
+    def __init__(self, files: Files, path: Path) -> None:
+        self._files = files
+        self._path = path
+        self._file = files.create(path)
+        self._checksums = array("I")
+        self._open = 0
+        self.nbytes = 0
+        self._buffer = bytearray(_AT_ONCE)
+
+    def append(self, values: Tensor) -> int:
+        """Write a 1-D tensor from wherever it is; returns where it begins."""
+        start = self.nbytes
+        raw = values.detach().contiguous().view(torch.uint8) if values.numel() else None
+        window = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        for piece in () if raw is None else raw.split(_AT_ONCE):
+            window[: len(piece)].copy_(piece)
+            data = memoryview(self._buffer)[: len(piece)]
+            self._check(data)
+            write_all(self._files, self._file, data)
+        return start
+
+    def _check(self, data: memoryview) -> None:
+        while data:
+            piece = data[: BLOCK_BYTES - self.nbytes % BLOCK_BYTES]
+            self._open = crc32(piece, self._open)
+            self.nbytes += len(piece)
+            if self.nbytes % BLOCK_BYTES == 0:
+                self._checksums.append(self._open)
+                self._open = 0
+            data = data[len(piece) :]
+
+    def finish(self) -> bytes:
+        """Bring it to the disk; returns the table of checksums, which `BlockReader` wants."""
+        if self.nbytes % BLOCK_BYTES:
+            self._checksums.append(self._open)
+        with self._file:
+            self._files.sync(self._file)
+        return _little_endian(self._checksums).tobytes()
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        self._file.close()
+
+
+class BlockReader:
+    """Reads parts of one data file, and checks them.
+
+    Raises:
+        CheckpointError: (from `read`) a byte is not what was written, or missing.
+    """
+
+    def __init__(self, files: Files, path: Path, nbytes: int, table: bytes) -> None:
+        self._files = files
+        self._path = path
+        self._nbytes = nbytes
+        self._table = _little_endian(array("I", table))
+        self._file = path.open("rb", buffering=0)
+        self.read_bytes = 0
+        """Bytes read from the disk so far."""
+
+    def read(self, start: int, into: Tensor, progress: Callable[[int], None]) -> None:
+        """Fill `into` (1-D, contiguous, on the host) with the bytes of the file from `start` on."""
+        target, done = into.view(torch.uint8), 0
+        for first, data in self._blocks(start, start + target.numel()):
+            low = max(start - first, 0)
+            high = min(len(data), start + target.numel() - first)
+            target[done : done + high - low].copy_(torch.frombuffer(data, dtype=torch.uint8)[low:high])
+            done += high - low
+            progress(high - low)
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, bytearray]]:
+        """Checked runs of blocks that cover [start, stop), and where each begins."""
+        position = start - start % BLOCK_BYTES
+        while position < stop:
+            end = min(position + _AT_ONCE, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
+            data = bytearray(max(end - position, 0))
+            self._fill(position, data)
+            view = memoryview(data)
+            for block in range(0, len(data), BLOCK_BYTES):
+                number = (position + block) // BLOCK_BYTES
+                if crc32(view[block : block + BLOCK_BYTES]) != self._table[number]:
+                    first = position + block
+                    raise CheckpointError(
+                        f"{self._path} is damaged: bytes {first} to {first + BLOCK_BYTES} are not what was written"
+                    )
+            view.release()
+            yield position, data
+            position = end
+
+    def _fill(self, position: int, data: bytearray) -> None:
+        self._file.seek(position)
+        view = memoryview(data)
+        while view:
+            count = self._files.read_into(self._file, view)
+            if not count:
+                raise CheckpointError(f"{self._path} is damaged: it ends {len(view)} bytes early")
+            self.read_bytes += count
+            view = view[count:]
+
+    def verify(self) -> None:
+        """Read all of it."""
+        for _ in self._blocks(0, self._nbytes):
+            pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _little_endian(table: "array[int]") -> "array[int]":
+    if array("I", [1]).tobytes()[0] == 0:
+        table = array("I", table)
+        table.byteswap()
+    return table
