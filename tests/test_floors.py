@@ -56,7 +56,11 @@ FLOORS = (
             "checkpoint",
         ),
     ),
-    ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
+    ("launch", ("affinity", "start_rank", "failure", "launch", "hostfile", "variables", "nodes", "schedulers")),
+    (
+        "tools",
+        ("planner", "probe", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
+    ),
     ("roof", ("__init__",)),
 )
 ORDER = [module for _, row in FLOORS for module in row]
@@ -75,7 +79,10 @@ class Door:
 
 
 DOORS = (
-    Door(names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint")),
+    # The launcher starts torchrun, the report asks which backends there are: neither communicates.
+    Door(
+        names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report")
+    ),
     Door(
         names=(
             *("torch.Stream", "torch.Event", "torch.cuda.streams", "torch.cuda.graphs"),
@@ -86,7 +93,8 @@ DOORS = (
         methods=("record_stream", "record_event", "wait_stream", "wait_event"),
         modules=("streams",),
     ),
-    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace")),
+    # A rank asks the kernel to end it with its launcher; it cannot import native.py for that.
+    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace", "start_rank")),
     # What starts processes: the launcher, and the harness that tests run ranks with.
     Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "testing")),
 )

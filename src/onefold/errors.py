@@ -15,7 +15,8 @@ way out. The tree:
     ├── HostMemoryError         the host tier does not get the memory it needs
     ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
     ├── WeightsError            files of weights that cannot be written, read, or matched with the model
-    └── ConfigError             a DeepSpeed configuration that is no JSON, has unknown or wrong keys, or asks too much
+    ├── ConfigError             a DeepSpeed configuration that is no JSON, has unknown or wrong keys, or asks too much
+    └── LaunchError             `onefold run` cannot start what was asked for
 """
 
 
@@ -69,3 +70,7 @@ class WeightsError(OnefoldError):
 
 class ConfigError(OnefoldError, ValueError):
     """A DeepSpeed configuration cannot be read, or asks for what Onefold does not do; names every key concerned."""
+
+
+class LaunchError(OnefoldError, ValueError):
+    """A run cannot be started as asked: hostfile, options that contradict each other, a port in use."""

@@ -1,0 +1,6 @@
+"""Owns `python -m onefold`, which is the command `onefold`."""
+
+from onefold.cli import main
+
+if __name__ == "__main__":
+    main()
