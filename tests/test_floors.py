@@ -19,7 +19,7 @@ FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
     (
         "bytes",
-        ("replace", "tensorfiles", "calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk"),
+        ("labels", "replace", "tensorfiles", "calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk"),
     ),
     (
         "state",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import OrderMismatchError
+from onefold.labels import label
 from onefold.meeting import Meeting
 from onefold.released import ReducedGradient, metadata_only
 from onefold.schedule import BACKWARD
@@ -130,6 +131,7 @@ class Reducer:
             unit.index: [Slots(flat, trained, scale) for flat, trained in unit.trained_flats] for unit in units
         }
         self.slots = {index: slots for index, slots in self.slots.items() if slots}
+        self._names = {unit.index: unit.name for unit in units}
         self._order = sorted(self.slots, reverse=True)
         self._is_order_agreed = False
         self.accumulating = 0
@@ -315,8 +317,9 @@ class Reducer:
             self._position += 1
 
     def _reduce(self, index: int) -> None:
-        for slots in self.slots[index]:
-            self._tickets.append(slots.gradients.reduce(self._lanes))
+        with label("reduce", self._names[index]):
+            for slots in self.slots[index]:
+                self._tickets.append(slots.gradients.reduce(self._lanes))
         self._num_reduced += 1
         self._bound(self._tickets, _IN_FLIGHT)
 

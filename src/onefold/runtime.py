@@ -15,6 +15,7 @@ whenever another unit is needed; and at the end of every outermost forward and e
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onefold.bound import Bound
 from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError
+from onefold.labels import label
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
@@ -86,7 +88,8 @@ class Runtime:
             for slot, param in enumerate(flat.params)
         }
         self.check_bound = Bound(model, units, self.describe).check
-        self._entered: list[tuple[nn.Module, Unit]] = []
+        self._entered: list[tuple[nn.Module, Unit, AbstractContextManager[Any]]] = []
+        """Running forwards: module, unit, and the label a profiler shows."""
         self._pushed: list[bool] = []
         self._backward_open = False
         self._unfreed: list[Unit] = []
@@ -103,7 +106,7 @@ class Runtime:
 
     def enter(self, module: nn.Module, unit: Unit, name: str) -> None:
         """The forward of a unit's module starts."""
-        if any(entered is module for entered, _ in self._entered) and not self._is_running():
+        if any(entered is module for entered, _, _ in self._entered) and not self._is_running():
             self._abandon()
         if self.is_outermost and not in_backward():
             self.settle()
@@ -114,7 +117,8 @@ class Runtime:
             for each in self.units:
                 each.use = Use()
             self._frame = sys._getframe(1)
-        self._entered.append((module, unit))
+        self._entered.append((module, unit, label("forward", name)))
+        self._entered[-1][2].__enter__()
         unit.depth += 1
         self.need(unit)
 
@@ -129,11 +133,11 @@ class Runtime:
 
     def leave(self, module: nn.Module) -> None:
         """The forward of a unit's module ended, normally or by an exception (which may have skipped inner calls)."""
-        if all(entered is not module for entered, _ in self._entered):
+        if all(entered is not module for entered, _, _ in self._entered):
             return
         left = None
         while left is not module:
-            left, unit = self._entered.pop()
+            left, unit = self._end_entered()
             unit.depth -= 1
             self._leave_unit(unit)
         if self.is_outermost and not in_backward():
@@ -154,12 +158,17 @@ class Runtime:
     def _abandon(self) -> None:
         """Clean up after a forward that ended without a word."""
         while self._entered:
-            _, unit = self._entered.pop()
+            _, unit = self._end_entered()
             unit.depth = 0
         self._frame = None
         self.pop_saving()
         self.schedule.abort()
         self.release_unpinned()
+
+    def _end_entered(self) -> tuple[nn.Module, Unit]:
+        module, unit, shown = self._entered.pop()
+        shown.__exit__(None, None, None)
+        return module, unit
 
     def _leave_unit(self, unit: Unit) -> None:
         if unit.is_done() and unit.index != 0 and not in_backward():
@@ -290,7 +299,8 @@ class Runtime:
             self._backward_open = False
             self.schedule.abort()
             self.reducer.abort()
-            self._entered.clear()
+            while self._entered:
+                self._end_entered()
             self.release_unpinned()
         self._free_released()
 

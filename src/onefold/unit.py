@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from onefold.buffer import Buffer, Master
 from onefold.comm import Comm
 from onefold.gradients import Gradients
+from onefold.labels import label
 from onefold.layout import Layout
 from onefold.plan import Tier
 from onefold.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
@@ -195,14 +196,21 @@ class Unit:
     def update(self, flat: Flat, compute: Callable[[], None]) -> None:
         """Start the update of one flat buffer, after which every rank's part comes to wherever it is read."""
         if flat.trained is not None:
-            flat.update = flat.trained.rest.run(compute, partial(self.spread, flat))
+            flat.update = flat.trained.rest.run(self._labelled(compute), partial(self.spread, flat))
             flat.trained.gradients.keep.lend(flat.update.copy())
 
     def update_late(self, flat: Flat, compute: Callable[[], None]) -> None:
         """Start the update of one flat buffer, whose result is only seen after `catch_up`."""
         if flat.trained is not None:
-            flat.late = flat.trained.rest.run(compute, lambda _: None)
+            flat.late = flat.trained.rest.run(self._labelled(compute), lambda _: None)
             flat.trained.gradients.keep.lend(flat.late.copy())
+
+    def _labelled(self, compute: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            with label("update", self.name):
+                compute()
+
+        return run
 
     def catch_up(self) -> None:
         """Wait for late updates, and let their results come to wherever they are read."""
@@ -238,10 +246,13 @@ class Unit:
 
     def spread(self, flat: Flat, after: Ticket) -> None:
         """Once `after` is done: bring the updated values of one flat buffer to wherever they are read."""
-        ready = flat.publish(self._lanes, after)
-        if flat.weight.numel() < flat.layout.numel:
-            launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
-            ready = self._lanes.gather.run(launch, after=[ready])
+        ready, is_part = after, flat.weight.numel() < flat.layout.numel
+        if flat.has_twin or is_part:
+            with label("refresh", self.name):
+                ready = flat.publish(self._lanes, after)
+                if is_part:
+                    launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
+                    ready = self._lanes.gather.run(launch, after=[ready])
         self._tickets.append(ready)
 
     def finish_update(self) -> None:
@@ -286,9 +297,10 @@ class PartUnit(Unit):
 
     def gather(self) -> None:
         self.finish_update()
-        for flat in self.flats:
-            flat.buffer.grow()
-        self._fill()
+        with label("gather", self.name):
+            for flat in self.flats:
+                flat.buffer.grow()
+            self._fill()
         self.is_gathered = True
         self.is_used = False
 
