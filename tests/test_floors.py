@@ -61,6 +61,8 @@ FLOORS = (
         "tools",
         ("planner", "probe", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
     ),
+    ("face", ("tensor", "discover", "agree", "meta", "fraction", "keep", "build", "access", "shard", "checkpoint")),
+    ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
     ("roof", ("__init__",)),
 )
 ORDER = [module for _, row in FLOORS for module in row]

@@ -13,7 +13,7 @@ from onefold.optimizer import Optimizer
 from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.session import Session, session_of
-from onefold.unit import Flat, Unit
+from onefold.unit import Flat, KeptUnit, Unit
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
@@ -178,7 +178,8 @@ def predicted(model: nn.Module, optimizer: Optimizer) -> Budget:
     """What one rank should hold and send, by the plan and the geometry alone."""
     session = session_of(model, "predicted")
     specs = [[_spec(session, unit, flat, optimizer) for flat in unit.flats] for unit in session.runtime.units]
-    return Budget.of(session.plan, specs)
+    kept = [unit.index for unit in session.runtime.units if isinstance(unit, KeptUnit)]
+    return Budget.of(session.plan, specs, kept=kept)
 
 
 def measured(model: nn.Module, optimizer: Optimizer) -> Budget:

@@ -4,8 +4,9 @@ Integers only - no tensors, no torch. Everything is derived from a `Plan`'s plac
 plan's name. Invariant: all ranks hold the same number of bytes (shards are equal), so a `Budget` speaks for each rank.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from onefold.errors import PlanError
 from onefold.layout import Layout
@@ -85,6 +86,8 @@ class Budget:
             (nothing is gathered) and when the budget was made from a parameter count (units are unknown).
         largest_unit_bytes: whole parameters of the largest unit other than the root.
         all_units_bytes: whole parameters of all units.
+        kept_bytes: whole parameters of the units that stay gathered between forward and backward.
+        is_root_kept: whether the root unit is one of them.
         link_bytes: bytes that cross this rank's host link in one step, both ways together (see `_link_bytes`).
     """
 
@@ -97,6 +100,8 @@ class Budget:
     root_unit_bytes: int = 0
     largest_unit_bytes: int = 0
     all_units_bytes: int = 0
+    kept_bytes: int = 0
+    is_root_kept: bool = False
     link_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -114,6 +119,7 @@ class Budget:
         forward_gathers: Sequence[int] | None = None,
         backward_gathers: Sequence[int] | None = None,
         root: int = 0,
+        kept: Collection[int] = (),
     ) -> "Budget":
         """The budget of a model cut into units.
 
@@ -123,11 +129,12 @@ class Budget:
             forward_gathers: times each unit is gathered in one forward when params are partitioned; None means once.
             backward_gathers: the same for one backward.
             root: index of the root unit, which stays gathered while others come and go; past the end: there is none.
+            kept: indices of the units that stay gathered between forward and backward, which then gathers them no more.
         Raises:
             PlanError: a gather count is missing or one too many.
         """
         flats = [flat for unit in units for flat in unit]
-        gathers = _gathers(len(units), forward_gathers, backward_gathers)
+        gathers = _gathers(len(units), forward_gathers, backward_gathers, kept)
         whole = [sum(flat.whole_params_bytes for flat in unit) * plan.params.partitioned for unit in units]
         used = [(flat, times) for unit, times in zip(units, gathers, strict=True) for flat in unit]
         gather_numel, reduce_numel = _wire_numel(
@@ -147,13 +154,11 @@ class Budget:
             gather_numel=gather_numel,
             reduce_numel=reduce_numel,
             padding_numel=sum(flat.layout.padding_numel for flat in flats),
-            root_unit_bytes=sum(whole[root : root + 1]),
-            largest_unit_bytes=max((size for index, size in enumerate(whole) if index != root), default=0),
-            all_units_bytes=sum(whole),
             link_bytes=sum(
                 _link_bytes(each, flat.shard_grads_bytes, flat.shard_params_bytes, times)
                 for (each, flat), (_, times) in zip(placed, used, strict=True)
             ),
+            **_window(whole, root, kept),
         )
 
     @classmethod
@@ -214,10 +219,11 @@ class Budget:
     def window_bytes(self, prefetch_bytes: int = 0) -> int:
         """Most bytes of gathered parameters alive at once, on top of the model states; 0 when parameters rest whole.
 
-        The root unit stays, the unit in use is at worst the largest, and units gathered ahead fill at most
-        `prefetch_bytes`; together they are never more than the whole model.
+        The root unit stays, and so may the units that are kept; the unit in use is at worst the largest, and units
+        gathered ahead fill at most `prefetch_bytes`; together they are never more than the whole model.
         """
-        return min(self.root_unit_bytes + self.largest_unit_bytes + prefetch_bytes, self.all_units_bytes)
+        staying = self.kept_bytes + (0 if self.is_root_kept else self.root_unit_bytes)
+        return min(staying + self.largest_unit_bytes + prefetch_bytes, self.all_units_bytes)
 
     def table(self) -> str:
         """A fixed-width text table: state by tier in GiB and in bytes, then what a step moves."""
@@ -227,6 +233,8 @@ class Budget:
         rows += [("total", "all tiers", self.model_states_bytes)]
         if self.all_units_bytes:
             rows += [("window", "root unit", self.root_unit_bytes), ("window", "largest unit", self.largest_unit_bytes)]
+        if self.kept_bytes:
+            rows += [("window", "kept units", self.kept_bytes)]
         if self.link_bytes:
             rows += [("a step", "host link", self.link_bytes)]
         moved = (("gather", self.gather_numel), ("reduce", self.reduce_numel), ("padding", self.padding_numel))
@@ -307,9 +315,25 @@ def _at_rest(parts: Iterable[tuple[Placement, Layout, int]]) -> dict[Tier, int]:
     return held
 
 
-def _gathers(num_units: int, *passes: Sequence[int] | None) -> list[int]:
+def _window(whole: Sequence[int], root: int, kept: Collection[int]) -> dict[str, Any]:
+    """What a `Budget` tells of units that are whole, given the bytes of each."""
+    return {
+        "root_unit_bytes": sum(whole[root : root + 1]),
+        "largest_unit_bytes": max((size for index, size in enumerate(whole) if index != root), default=0),
+        "all_units_bytes": sum(whole),
+        "kept_bytes": sum(whole[index] for index in kept),
+        "is_root_kept": root in kept,
+    }
+
+
+def _gathers(
+    num_units: int, forward: Sequence[int] | None, backward: Sequence[int] | None, kept: Collection[int]
+) -> list[int]:
     """Times each unit is gathered in one step: the sum over forward and backward."""
-    counts = [[1] * num_units if times is None else times for times in passes]
+    counts = [
+        [1] * num_units if forward is None else forward,
+        [int(unit not in kept) for unit in range(num_units)] if backward is None else backward,
+    ]
     for times in counts:
         if len(times) != num_units:
             raise PlanError(f"a gather count is needed for each of {num_units} units, not {len(times)}: {list(times)}")

@@ -19,7 +19,7 @@ from onefold.mix import UnitBytes
 from onefold.plan import Plan, Tier
 from onefold.streams import Lanes
 from onefold.tier import Storehouse
-from onefold.unit import Flat, PartUnit, Trained, Unit
+from onefold.unit import Flat, KeptUnit, PartUnit, Trained, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ _MASTERS: Mapping[str, type[OwnMaster | SplitMaster | CopyMaster]] = {
 class Rest:
     """Where the state of one unit rests, by its single-tier plan."""
 
-    def __init__(self, plan: Plan, houses: Mapping[Tier, Storehouse]) -> None:
+    def __init__(self, plan: Plan, houses: Mapping[Tier, Storehouse], is_kept: bool) -> None:
         self.params = houses[plan.params.farthest]
         self.grads = houses[plan.grads.farthest]
         self.optim = houses[plan.optim.farthest]
-        self.unit_type = PartUnit if plan.params.partitioned else Unit
+        self.unit_type = (KeptUnit if is_kept else PartUnit) if plan.params.partitioned else Unit
         self.keep_type: type[PartKeep | WholeKeep] = (
             PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
         )
@@ -66,6 +66,17 @@ class Formats:
         dtype = param.dtype if id(param) in self._kept else self.precision.param_dtype(param.dtype)
         return _Kind(dtype, param.requires_grad)
 
+    def flats(self, spec: UnitSpec) -> list[tuple[_Kind, list[tuple[str, nn.Parameter]]]]:
+        """The parameters of each flat buffer of a unit."""
+        kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in sorted(spec.params, key=lambda item: item[1].dim() > 1):
+            kinds.setdefault(self.kind(param), []).append((name, param))
+        return list(kinds.items())
+
+    def gathered_bytes(self, spec: UnitSpec, num_ranks: int) -> int:
+        """Bytes of a unit's whole parameters, padding included."""
+        return sum(_pack(members, num_ranks).numel * kind.dtype.itemsize for kind, members in self.flats(spec))
+
     def states(self, spec: UnitSpec) -> UnitStates:
         """What training a unit takes."""
         size, optim = UnitBytes(params=0, grads=0), 0
@@ -77,6 +88,10 @@ class Formats:
                 master = _MASTERS[self.precision.master_form(kind.dtype)]
                 optim += param.numel() * (2 * exact_dtype(kind.dtype).itemsize + master.itemsize)
         return UnitStates(size=size, optim=optim)
+
+
+def _pack(members: Sequence[tuple[str, nn.Parameter]], num_ranks: int) -> Layout:
+    return Layout.pack([(name, tuple(param.shape)) for name, param in members], num_ranks)
 
 
 class Builder:
@@ -97,13 +112,13 @@ class Builder:
         self._lanes = lanes
         self._houses = houses
 
-    def build(self, spec: UnitSpec, index: int, plan: Plan) -> Unit:
-        """Move the parameters of one unit to where its single-tier plan says. Rank 0's values are everyone's."""
-        kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in sorted(spec.params, key=lambda item: item[1].dim() > 1):
-            kinds.setdefault(self._formats.kind(param), []).append((name, param))
-        rest = Rest(plan, self._houses)
-        flats = [self._build_flat(kind, members, rest) for kind, members in kinds.items()]
+    def build(self, spec: UnitSpec, index: int, plan: Plan, is_kept: bool) -> Unit:
+        """Move the parameters of one unit to where its single-tier plan says. Rank 0's values are everyone's.
+
+        `is_kept`: parameters that rest in shards stay gathered between a forward and its backward.
+        """
+        rest = Rest(plan, self._houses, is_kept)
+        flats = [self._build_flat(kind, members, rest) for kind, members in self._formats.flats(spec)]
         unit = rest.unit_type(spec.name, index, flats, self._comm, self._lanes)
         unit.release()
         unit.try_free()
@@ -111,7 +126,7 @@ class Builder:
 
     def _build_flat(self, kind: _Kind, members: Sequence[tuple[str, nn.Parameter]], rest: Rest) -> Flat:
         names, params = tuple(name for name, _ in members), tuple(param for _, param in members)
-        layout = Layout.pack([(name, tuple(param.shape)) for name, param in members], self._comm.num_ranks)
+        layout = _pack(members, self._comm.num_ranks)
         source = self._source(layout, params)
         buffer = Buffer(layout, kind.dtype, self._device, self._lanes)
         is_split = kind.is_trained and self._precision.master_form(kind.dtype) == "split"

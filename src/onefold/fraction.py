@@ -42,10 +42,11 @@ def keep_some(
     units: Sequence[UnitStates],
     comm: Comm,
     device: torch.device,
+    present: int,
     num_threads: int,
 ) -> Plan:
     """`plan` with `fraction` of what it keeps off the device on the device instead. "auto" takes as much as fits there,
-    if updates are measured to be faster there; the same on every rank.
+    if updates are measured to be faster there; the same on every rank. `present`: as for `room`.
 
     Raises:
         PlanError: `fraction` is none of a number in [0, 1], "auto" and None.
@@ -56,24 +57,33 @@ def keep_some(
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
             raise PlanError(f'fraction={fraction!r}: give a number in [0, 1] to keep on the device, "auto", or None')
         return plan.keeping(fraction)
-    total, free = device_bytes(device)
-    states = sum(unit.size.params for unit in units)  # those that are on the device now are moved, not added
-    on_device, on_host = update_seconds(device, num_threads)
-    told = comm.exchange([total, free + states * (device.type == "cuda"), int(1e15 * on_device), int(1e15 * on_host)])
-    total, free, on_device, on_host = (min(each) for each in zip(*told, strict=True))
-    kept = Fraction(0)
-    if on_device < on_host:
-        largest = max(unit.size.params for unit in units)
-        kept = fitting(plan, units, comm.num_ranks, free - int(total * _ACTIVATIONS) - _UNITS_AT_WORK * largest)
+    available = room(units, comm, device, present)
+    told = comm.exchange([int(1e15 * seconds) for seconds in update_seconds(device, num_threads)])
+    near, far = (min(each) for each in zip(*told, strict=True))
+    kept = fitting(plan, units, comm.num_ranks, available) if near < far else Fraction(0)
     logging.getLogger("onefold").info(
-        "fraction='auto' keeps %.0f%% on the device: %.1f GiB are free there; updating a parameter takes %.3f ns there "
-        "and %.3f ns on the host",
+        "fraction='auto' keeps %.0f%% on the device: there is room for %.1f GiB beside activations; updating a "
+        "parameter takes %.3f ns there and %.3f ns on the host",
         100 * float(kept),
-        free / 2**30,
-        on_device / 1e6,
-        on_host / 1e6,
+        available / 2**30,
+        near / 1e6,
+        far / 1e6,
     )
     return plan.keeping(kept)
+
+
+def room(units: Sequence[UnitStates], comm: Comm, device: torch.device, present: int) -> int:
+    """Bytes that states, and units kept gathered, may take on the device: what is free there, less an allowance for
+    activations and for units at work; the least of all ranks. It may be negative.
+
+    `present`: bytes of the model's parameters that are there now, and will be moved.
+    """
+    total, free = device_bytes(device)
+    told = comm.exchange([total, free + present * (device.type == "cuda")])
+    total, free = (min(each) for each in zip(*told, strict=True))
+    largest = max(unit.size.params for unit in units)
+    allowance = int(total * _ACTIVATIONS) + _UNITS_AT_WORK * largest
+    return int(free - allowance)
 
 
 def fitting(plan: Plan, units: Sequence[UnitStates], num_ranks: int, available: int) -> Fraction:
@@ -83,12 +93,13 @@ def fitting(plan: Plan, units: Sequence[UnitStates], num_ranks: int, available: 
     for count in range(len(units), -1, -1):
         rest = sizes[count] if count < len(units) else 0
         kept = Fraction(2 * sum(sizes[:count]) + rest, 2 * sum(sizes) or 1)
-        if _on_device(plan.keeping(kept), units, num_ranks) <= available:
+        if on_device(plan.keeping(kept), units, num_ranks) <= available:
             return kept
     return Fraction(0)
 
 
-def _on_device(plan: Plan, units: Sequence[UnitStates], num_ranks: int) -> int:
+def on_device(plan: Plan, units: Sequence[UnitStates], num_ranks: int) -> int:
+    """Bytes of states that one rank has on the device, without padding."""
     held = 0
     for each, unit in zip(unit_plans(plan, [unit.size for unit in units]), units, strict=True):
         for placement, nbytes in (

@@ -9,7 +9,9 @@ the unit back.
 
 [Note: When a unit is released]
 In forward when its modules have returned; in backward when nothing that autograd saved points into it any more, seen
-whenever another unit is needed; and at the end of every outermost forward and every backward.
+whenever another unit is needed; and at the end of every outermost forward and every backward. A `KeptUnit` is not
+released in a forward with gradients: it rests, gathered, until a backward has used it, or until the next forward or
+step begins without one. Ranks come to these points together, so all of them keep the same units.
 """
 
 import sys
@@ -92,6 +94,8 @@ class Runtime:
         """Running forwards: module, unit, and the label a profiler shows."""
         self._pushed: list[bool] = []
         self._backward_open = False
+        self._is_recorded = False
+        """Whether a backward may follow the outermost forward."""
         self._unfreed: list[Unit] = []
         self._frame: FrameType | None = None
         """Where the outermost forward runs; held while it does, so that no other frame can be taken for it."""
@@ -110,6 +114,8 @@ class Runtime:
             self._abandon()
         if self.is_outermost and not in_backward():
             self.settle()
+            self._release_resting()
+            self._is_recorded = torch.is_grad_enabled()
             if not torch.compiler.is_compiling():  # a compiler that traces hooks would look into every parameter
                 self.check_bound()
             self.push_saving()
@@ -143,9 +149,9 @@ class Runtime:
         if self.is_outermost and not in_backward():
             self._frame = None
             self.pop_saving()
-            self.release_unpinned()
-            self.schedule.end()
-            self.release_unpinned()
+            self.release_unpinned(self._is_recorded)
+            self.schedule.end()  # which may gather what other ranks need
+            self.release_unpinned(self._is_recorded)
             self.check_written()
 
     def _is_running(self) -> bool:
@@ -172,7 +178,7 @@ class Runtime:
 
     def _leave_unit(self, unit: Unit) -> None:
         if unit.is_done() and unit.index != 0 and not in_backward():
-            self._release(unit)
+            self._release(unit, self._is_recorded)
 
     def need(self, unit: Unit) -> None:
         """Make a unit's parameters readable on the current stream, and start gathering what comes next."""
@@ -180,10 +186,10 @@ class Runtime:
             return
         self._release_done(unit)
         with _disable_current_modes():  # what a selective checkpoint records of a forward is not ours
-            if unit.is_gathered:
-                self.schedule.use(unit.index)
-            else:
+            if not unit.is_gathered:
                 self.schedule.request(unit.index)
+            elif not unit.is_resting:  # that was no gather of this phase
+                self.schedule.use(unit.index)
             unit.wait()
             self._prefetch()
 
@@ -191,7 +197,7 @@ class Runtime:
         """Gather released parameters that `func` is about to read, if a pass of the model is running."""
         for param in params:
             unit, _, _ = self.locate(param)
-            if self.schedule.phase is None and not unit.is_gathered:
+            if self.schedule.phase is None and (unit.is_resting or not unit.is_gathered):
                 raise ReleasedParameterError(
                     f"{self.describe(param)} is not gathered: its values rest in shards, "
                     f"so {name_of(func)} cannot read it here. Use it inside the model's "
@@ -211,6 +217,7 @@ class Runtime:
     def catch_up(self) -> None:
         """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update]."""
         self.finish_updates()
+        self._release_resting()
         for unit in self.units:
             unit.catch_up()
         for unit in self.units:
@@ -322,7 +329,7 @@ class Runtime:
     def _prefetch(self) -> None:
         if self.schedule.upcoming is None:
             return
-        ahead = sum(unit.nbytes for unit in self.units if unit.is_gathered and not unit.is_used)
+        ahead = sum(u.nbytes for u in self.units if u.is_gathered and not u.is_used and not u.is_resting)
         while self.schedule.upcoming is not None:
             unit = self.units[self.schedule.upcoming]
             ahead += unit.nbytes
@@ -337,13 +344,13 @@ class Runtime:
                     self._release(unit)
         self._free_released()
 
-    def release_unpinned(self) -> None:
-        """Release every unit that no `gathered` context holds."""
+    def release_unpinned(self, may_rest: bool = False) -> None:
+        """Release every unit that no `gathered` context holds; those that are kept for backward rest if they may."""
         for unit in self.units:
             if unit.pins == 0:
                 unit.depth = 0
                 if unit.is_gathered:
-                    self._release(unit)
+                    self._release(unit, may_rest)
         self._free_after_pass()
 
     def _free_released(self) -> None:
@@ -372,8 +379,15 @@ class Runtime:
                 "`with onefold.gathered(model, write=True):`"
             )
 
-    def _release(self, unit: Unit) -> None:
+    def _release_resting(self) -> None:
+        for unit in self.units:
+            if unit.is_resting:  # no backward came
+                self._release(unit)
+
+    def _release(self, unit: Unit, may_rest: bool = False) -> None:
         self._written += unit.written()
+        if may_rest and unit.rest():
+            return
         unit.release()
         if not unit.try_free():
             self._unfreed.append(unit)

@@ -1,6 +1,7 @@
 """Owns `shard`: the one place where a plan becomes structure."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
@@ -18,6 +19,7 @@ from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.fraction import FractionChoice, keep_some
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
+from onefold.keep import KeepChoice, bytes_to_keep, check_choice, kept_units
 from onefold.meeting import Meeting
 from onefold.meta import has_meta, materialize
 from onefold.mix import unit_plans
@@ -43,6 +45,7 @@ def shard(
     precision: Precision | None = None,
     compile: bool = False,
     prefetch_bytes: int | None = None,
+    keep_bytes: KeepChoice = None,
     fraction: FractionChoice = None,
 ) -> Model:
     """Place a model's training state as `plan` says. Returns the same object; its loop stays plain PyTorch.
@@ -56,6 +59,9 @@ def shard(
         compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole).
         prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means as
             many as the largest unit has, 0 none.
+        keep_bytes: bytes of parameters that stay gathered between a forward and its backward under such a plan, in
+            whole units, the last ones first; "auto" means what the states leave of a GPU beside activations of a
+            quarter of its memory, and none on a CPU; None means none.
         fraction: how much of what the plan keeps off the device to keep on it instead, in whole units, those that a
             forward needs first: a number in [0, 1], or "auto" for as much as fits beside activations of a quarter of
             the device's memory. `shard(model, OFFLOAD, fraction=0.5)` is `shard(model, OFFLOAD.keeping(0.5))`.
@@ -66,41 +72,70 @@ def shard(
     """
     precision = precision if precision is not None else Precision()
     _check(model, plan, precision)
-    _check_options(mesh, prefetch_bytes)
+    _check_options(mesh, prefetch_bytes, keep_bytes)
     target, compiler = _uncompiled(model)
     start()
     device = _device_of(target)
     comm = connect(device, mesh)
     specs = together(comm, lambda: discover(target, units))
-    check_agreement(comm, target, specs, f"{plan}, fraction={fraction}", precision)
+    check_agreement(comm, target, specs, f"{plan}, fraction={fraction}, keep_bytes={keep_bytes}", precision)
     formats, cores = Formats(target, precision), update_cores(comm)
-    states = [formats.states(spec) for spec in specs]
-    plan = keep_some(plan, fraction, states, comm, device, len(cores))
-    plans = unit_plans(plan, [each.size for each in states])
-    session = _open_session(target, specs, plan, plans, formats, comm, device, prefetch_bytes, cores)
-    session.attach(target)
+    places = Places.choose(plan, fraction, keep_bytes, target, specs, formats, comm, device, len(cores))
+    session = _open_session(target, specs, places, formats, comm, device, prefetch_bytes, cores)
     _install(target, specs, session, torch.compile if compile else compiler)
-    if target is not model:
-        object.__setattr__(model, "forward", target.__call__)
-        session.attach(model)
+    _attach(model, target, session)
     return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where everything rests."""
+
+    plan: Plan
+    of_units: Sequence[Plan]
+    """The single-tier plan of each unit."""
+    kept: frozenset[int]
+    """Units that stay gathered between a forward and its backward."""
+
+    @classmethod
+    def choose(
+        cls,
+        plan: Plan,
+        fraction: FractionChoice,
+        keep_bytes: KeepChoice,
+        model: nn.Module,
+        specs: Sequence[UnitSpec],
+        formats: Formats,
+        comm: Comm,
+        device: torch.device,
+        num_threads: int,
+    ) -> "Places":
+        """The same on every rank."""
+        present = sum(param.nbytes for param in model.parameters() if param.device == device)
+        states = [formats.states(spec) for spec in specs]
+        plan = keep_some(plan, fraction, states, comm, device, present, num_threads)
+        keep = bytes_to_keep(keep_bytes, plan, states, comm, device, present)
+        return cls(
+            plan=plan,
+            of_units=unit_plans(plan, [each.size for each in states]),
+            kept=kept_units(keep, [formats.gathered_bytes(spec, comm.num_ranks) for spec in specs]),
+        )
 
 
 def _open_session(
     model: nn.Module,
     specs: Sequence[UnitSpec],
-    plan: Plan,
-    plans: Sequence[Plan],
+    places: Places,
     formats: Formats,
     comm: Comm,
     device: torch.device,
     prefetch_bytes: int | None,
     cores: Sequence[int],
 ) -> Session:
-    lanes, precision = lanes_for(device), formats.precision
+    lanes, precision, plan = lanes_for(device), formats.precision, places.plan
     houses = storehouses(plan, device, lanes, cores)
     builder = Builder(formats, device, comm, lanes, houses)
-    built = _build(model, specs, plans, builder, device, comm)
+    built = _build(model, specs, places, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
     meeting = Meeting(comm, 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built))
     # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
@@ -147,7 +182,8 @@ def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
         raise ShardError(f"{type(model).__name__} has no parameters to shard")
 
 
-def _check_options(mesh: Any, prefetch_bytes: int | None) -> None:
+def _check_options(mesh: Any, prefetch_bytes: int | None, keep_bytes: KeepChoice) -> None:
+    check_choice(keep_bytes)
     if prefetch_bytes is not None and (not isinstance(prefetch_bytes, int) or prefetch_bytes < 0):
         raise ShardError(f"prefetch_bytes={prefetch_bytes!r}: give a number of bytes, 0 for none, or None")
     if mesh is not None and not (hasattr(mesh, "ndim") and hasattr(mesh, "mesh")):
@@ -180,7 +216,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _build(
     model: nn.Module,
     specs: Sequence[UnitSpec],
-    plans: Sequence[Plan],
+    places: Places,
     builder: Builder,
     device: torch.device,
     comm: Comm,
@@ -188,10 +224,10 @@ def _build(
     seed = comm.exchange([torch.initial_seed() % 2**62])[0][0]
     is_meta = has_meta(model)
     units = []
-    for index, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
+    for index, (spec, plan) in enumerate(zip(specs, places.of_units, strict=True)):
         if is_meta:
             together(comm, partial(materialize, model, spec, specs, device, seed))
-        units.append(builder.build(spec, index, plan))
+        units.append(builder.build(spec, index, plan, index in places.kept))
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():
@@ -204,6 +240,13 @@ def _build(
 def _fingerprint(plan: Plan, comm: Comm, units: Sequence[Unit]) -> str:
     geometry = [(flat.names, flat.layout.numel, str(flat.weight.dtype)) for unit in units for flat in unit.flats]
     return f"rank {comm.rank} of {comm.num_ranks}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
+
+
+def _attach(model: nn.Module, target: nn.Module, session: Session) -> None:
+    session.attach(target)
+    if target is not model:
+        object.__setattr__(model, "forward", target.__call__)
+        session.attach(model)
 
 
 def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session, compiler: Compiler | None) -> None:

@@ -145,6 +145,8 @@ class Unit:
         self.is_gathered = True
         self.is_used = True
         """Whether computation asked for it since it was gathered (prefetched units were not asked for yet)."""
+        self.is_resting = False
+        """Whether it stayed gathered after a forward, and backward has not asked for it yet."""
         self.depth = 0
         """Forwards of its modules that are running."""
         self.pins = 0
@@ -181,6 +183,10 @@ class Unit:
 
     def release(self) -> None:
         """Let go of the whole parameters."""
+
+    def rest(self) -> bool:
+        """After a forward that a backward may follow: stay gathered until then. Whether it does."""
+        return False
 
     def written(self) -> list[nn.Parameter]:
         """Parameters that were changed in place since they were gathered, and would lose that."""
@@ -330,8 +336,12 @@ class PartUnit(Unit):
             return [param for param, version in pairs if param._version != version]
 
     def release(self) -> None:
+        self._withdraw()
+        self.is_gathered = False
+
+    def _withdraw(self) -> None:
         self.wait_tickets()
-        self.is_gathered = self.is_used = False
+        self.is_used = False
         self.open_uses = set()
         self._hide()
 
@@ -355,6 +365,24 @@ class PartUnit(Unit):
     def finish_update(self) -> None:
         for flat in self.flats:
             flat.finish_update()
+
+
+class KeptUnit(PartUnit):
+    """One unit whose parameters rest in shards, but stay gathered between a forward and its backward: memory for the
+    second gather. Meanwhile it is as one gathered ahead of its use."""
+
+    def rest(self) -> bool:
+        self._withdraw()
+        self.is_resting = True
+        return True
+
+    def wait(self) -> None:
+        super().wait()
+        self.is_resting = False
+
+    def release(self) -> None:
+        super().release()
+        self.is_resting = False
 
 
 def stand_in(flat: Flat, slot: int) -> ReducedGradient:
