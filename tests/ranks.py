@@ -105,6 +105,13 @@ class Block(nn.Module):
         return x + self.down(self.middle)
 
 
+class Lean(Block):
+    """A block that keeps no intermediate: one that a checkpoint recomputes would hold the weights' memory."""
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 class Stack(nn.Module):
     """A small model of repeated blocks, each a unit of its own: [n, 4] to [n, 2]."""
 

@@ -14,7 +14,7 @@ from onefold.errors import ReleasedParameterError, ShardError
 from onefold.keep import bytes_to_keep, kept_units
 from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
-from ranks import Block, Stack, Turn, build, same, weights
+from ranks import Block, Lean, Stack, Turn, build, same, weights
 from test_budget_runtime import counted
 
 EVERYTHING = 2**30
@@ -27,13 +27,6 @@ def units_of(model):
 def grown(model):
     """The units whose parameters are in memory."""
     return [unit.index for unit in units_of(model) if all(flat.buffer.is_grown for flat in unit.flats)]
-
-
-class Lean(Block):
-    """A block that keeps no intermediate: one that a checkpoint recomputes would hold the weights' memory."""
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Checkpointed(Lean):

@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.plan import NAMED_PLANS
-from ranks import Case, Stack, Turn, build, every_plan, plain, same, squared, train, weights
+from ranks import Block, Case, Lean, Stack, Turn, build, every_plan, plain, same, squared, train, weights
 
 two_plans = pytest.mark.parametrize("plan", ["zero_0", "zero_3"])  # compiling takes seconds
 compiled = partial(torch.compile, backend="aot_eager")
@@ -123,3 +124,77 @@ def compiled_after_shard(rank, num_ranks, plan):
 @two_plans
 def test_compiled_after_shard(ranks, plan):
     ranks(2).run(compiled_after_shard, plan, timeout_s=120)
+
+
+# --- in one graph
+
+
+class Checkpointed(Lean):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedStack(Stack):
+    """A model that checkpoints its blocks from outside, as libraries do."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def accumulating(model, turn):
+    with turn.accumulate(model):
+        squared(model, turn)
+    squared(model, turn)
+
+
+ONE_GRAPH = {
+    "checkpoints outside": (partial(CheckpointedStack, block=Lean), squared),
+    "checkpoints inside": (partial(Stack, block=Checkpointed), squared),
+    "accumulation": (partial(Stack, block=Lean), accumulating),
+    "both": (partial(CheckpointedStack, block=Lean), accumulating),
+}
+
+
+def trained_in_one_graph(rank, num_ranks, way, plan, options):
+    """Breaks and graphs in training; results are held to plain PyTorch's."""
+    make, work = ONE_GRAPH[way]
+    with fresh_compiler():
+        counters.clear()
+        train(rank, num_ranks, Case(model=make, work=work, steps=4, options={"compile": True, **options}), plan)
+        return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_bytes": 2000}], ids=["released", "kept"])
+@pytest.mark.parametrize("way", list(ONE_GRAPH))
+def test_blocks_compiled_by_shard_train_in_one_graph_each(ranks, way, options):
+    for breaks, graphs in ranks(2).run(trained_in_one_graph, way, "zero_3", options, timeout_s=120):
+        assert breaks == 0
+        assert 1 <= graphs <= 3  # blocks are alike: one graph for all of them, and what checkpoints recompute
+
+
+class Talkative(Block):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def in_pieces(rank, num_ranks, make, units):
+    """A model that cannot be compiled in one graph."""
+    with fresh_compiler():
+        counters.clear()
+        model = onefold.shard(build(make), onefold.ZERO_3, units=units, compile=True)
+        squared(model, Turn(rank, 0, sharded=True))
+        return counters["stats"]["unique_graphs"]
+
+
+def test_a_block_that_breaks_is_refused(ranks):
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        ranks(1).run(in_pieces, partial(Stack, block=Talkative), None)
+
+
+@pytest.mark.parametrize("units", [(), ("blocks.*", "blocks.*.up")], ids=["one unit", "nested"])
+def test_what_has_units_inside_is_compiled_in_pieces(ranks, units):
+    assert min(ranks(2).run(in_pieces, Stack, units, timeout_s=120)) > 1

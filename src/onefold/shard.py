@@ -56,7 +56,8 @@ def shard(
         mesh: a one-axis DeviceMesh to shard over; None takes all ranks.
         units: what is gathered together - module classes, modules, or name patterns; None finds the repeated blocks.
         precision: number formats; None keeps the model's own dtypes.
-        compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole).
+        compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole), in
+            one graph each: torch raises where it cannot. What has units inside is compiled in pieces between them.
         prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means as
             many as the largest unit has, 0 none.
         keep_bytes: bytes of parameters that stay gathered between a forward and its backward under such a plan, in
@@ -82,8 +83,8 @@ def shard(
     formats, cores = Formats(target, precision), update_cores(comm)
     places = Places.choose(plan, fraction, keep_bytes, target, specs, formats, comm, device, len(cores))
     session = _open_session(target, specs, places, formats, comm, device, prefetch_bytes, cores)
-    _install(target, specs, session, torch.compile if compile else compiler)
-    _attach(model, target, session)
+    _compile(target, specs, compile, compiler)
+    _attach(model, target, specs, session)
     return model
 
 
@@ -242,20 +243,32 @@ def _fingerprint(plan: Plan, comm: Comm, units: Sequence[Unit]) -> str:
     return f"rank {comm.rank} of {comm.num_ranks}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
 
 
-def _attach(model: nn.Module, target: nn.Module, session: Session) -> None:
+def _attach(model: nn.Module, target: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:
     session.attach(target)
+    _install(target, specs, session)
     if target is not model:
         object.__setattr__(model, "forward", target.__call__)
         session.attach(model)
 
 
-def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session, compiler: Compiler | None) -> None:
+def _compile(model: nn.Module, specs: Sequence[UnitSpec], is_asked: bool, given: Compiler | None) -> None:
+    """Compile forwards, inside of the hooks that gather: with torch's defaults if asked, else as the model was."""
+    hooked = {id(module) for spec in specs for _, module in spec.modules}
+    hooked.update(id(module) for _, module in outside(model, specs))
+    for spec in specs[len(specs) > 1 :]:  # the root is compiled only where it is everything
+        for _, module in spec.modules:
+            is_leaf = sum(id(each) in hooked for each in module.modules()) == 1
+            if is_asked:
+                module.forward = torch.compile(module.forward, fullgraph=is_leaf)
+            elif given is not None:
+                module.forward = given(module.forward)
+
+
+def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:
     dtype = session.precision.params if session.precision.cast_inputs else None
     gate = Gate(session.runtime, session.scaler, dtype if isinstance(dtype, torch.dtype) else None)
     for spec, unit in zip(specs, session.runtime.units, strict=True):
         for name, module in spec.modules:
-            if compiler is not None and (unit.index or len(specs) == 1):
-                module.forward = compiler(module.forward)
             ModuleHooks(session.runtime, unit, name, gate).install(module)
     for name, module in outside(model, specs):  # an encoder, say, that is called by itself
         ModuleHooks(session.runtime, session.runtime.units[0], name, gate).install(module)
