@@ -23,11 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload import processor
-from offload_peers import find_compilers
 from onefold import rules
 from onefold.dtypes import split
 from onefold.native import NativeKernel, Run, Step, TorchKernel, find_library, levels, load_library
+from workload import find_compilers, processor
 
 SPLIT_BYTES, COPY_BYTES = 26, 28
 FACTORS = (0.5, 0.9)

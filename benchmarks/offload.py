@@ -17,93 +17,44 @@ import contextlib
 import gc
 import io
 import json
-import os
-import platform
-import re
-import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from onefold.comm import start
-from onefold.native import host_kernel
 from onefold.plan import NAMED_PLANS
+from workload import SIZES, Work, apart, machine, peak_bytes, timed
 
-SIZES = {0.004: (64, 2, 4), 0.4: (1024, 24, 16), 3.82: (3072, 32, 24), 6.74: (4096, 32, 32), 13.0: (5120, 40, 40)}
-"""Billions of parameters: width, layers, heads. The first only tries the program."""
-BATCH, CONTEXT, VOCABULARY = 4, 2048, 32000
+BATCH, CONTEXT = 4, 2048
 WARM_UP = 2
 PEERS = ("deepspeed", "deepspeed_3", "fsdp2")
 
 
-def make_model(size: float, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    width, layers, heads = SIZES[size]
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=int(width * 8 / 3 / 256 + 0.999) * 256,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT,
-        use_cache=False,
-        dtype=dtype,
-    )
-    model = LlamaForCausalLM(config).to(dtype)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
-
-
-def batch(step: int, device: str) -> Tensor:
-    return torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=torch.Generator().manual_seed(step)).to(device)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def timed(steps: int, once: Callable[[int], float]) -> tuple[list[float], list[float]]:
-    """Seconds of each step that counts, and the losses of all. A step ends when its loss is there, as in a loop that
-    shows it; what it leaves to other streams and threads is paid by the next one, and by the last one itself."""
-    losses, ends = [], []
-    for step in range(WARM_UP + steps):
-        losses.append(once(step))
-        if step + 1 == WARM_UP + steps:
-            synchronize()
-        ends.append(time.perf_counter())
-    return [end - start for start, end in pairwise(ends)][WARM_UP - 1 :], losses
+def work(size: float) -> Work:
+    return Work(params=size, batch=BATCH, context=CONTEXT)
 
 
 def limit(size: float, steps: int, device: str) -> list[float]:
     with torch.device(device):
-        model = make_model(size)
+        model = work(size).model()
     if dist.is_initialized():
         dist.barrier()  # all GPUs are busy at once, as they are in training
 
     def once(step: int) -> float:
-        tokens = batch(step % 2, device)
+        tokens = work(size).tokens(step % 2, device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         model.zero_grad()
         return float(loss.detach())
 
-    return timed(steps, once)[0]
+    return timed(steps, WARM_UP, once)[0]
 
 
 def sharded(size: float, setting: str, device: str) -> tuple[nn.Module, onefold.AdamW]:
@@ -112,7 +63,7 @@ def sharded(size: float, setting: str, device: str) -> tuple[nn.Module, onefold.
     plan, is_delayed = NAMED_PLANS[name], option == "delayed"
     fraction: Any = None if option in ("", "delayed") else "auto" if option == "auto" else float(option)
     with torch.device("meta"):
-        model = make_model(size)
+        model = work(size).model()
     with torch.device(device):
         model = onefold.shard(model, plan, fraction=fraction, precision=onefold.Precision(params="bf16"))
     return model, onefold.AdamW(model, lr=1e-4, max_grad_norm=1.0, delayed=is_delayed, delay_after=0)
@@ -126,14 +77,14 @@ def offloaded(size: float, setting: str, steps: int, device: str) -> dict[str, A
         torch.cuda.reset_peak_memory_stats()
 
     def once(step: int) -> float:
-        tokens = batch(step % 2, device)  # two batches, over and over: the loss has to fall
+        tokens = work(size).tokens(step % 2, device)  # two batches, over and over: the loss has to fall
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
 
-    seconds, losses = timed(steps, once)
+    seconds, losses = timed(steps, WARM_UP, once)
     budget = onefold.predicted(model, optimizer)
     return {
         "system": "onefold",
@@ -145,7 +96,7 @@ def offloaded(size: float, setting: str, steps: int, device: str) -> dict[str, A
         "device_bytes": budget.device_bytes,
         "host_bytes": budget.tier_bytes[onefold.Tier.HOST],
         "link_bytes": budget.link_bytes,
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+        "peak_device_bytes": peak_bytes(device)[0],
     }
 
 
@@ -153,78 +104,7 @@ def peer(name: str, words: argparse.Namespace) -> dict[str, Any]:
     """The row of a peer. It runs in a process of its own: what it holds is given back, and if it dies it dies alone."""
     script = Path(__file__).with_name("offload_peers.py")
     options = ["--params", str(words.params), "--steps", str(words.steps), "--device", words.device]
-    process = subprocess.Popen(
-        [sys.executable, "-u", str(script), name, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,  # compilers that it starts are stopped with it
-    )
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(words.peer_limit_s, stop)
-    timer.start()
-    row, last = None, "nothing"
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith('{"system"'):
-            row = json.loads(line)
-        elif line.strip():
-            last = line.strip()
-            if line.startswith(f"{name}: "):  # progress; what its libraries log is not shown
-                print(last, flush=True)
-    code = process.wait()
-    timer.cancel()
-    if row is not None:
-        return row
-    if late.is_set():
-        reason = f"stopped after {words.peer_limit_s:g} s"
-    elif code < 0:
-        reason = f"killed ({signal.Signals(-code).name})"
-    else:
-        reason = f"exit code {code}"
-    return {"system": name, "error": f"{reason}; it said last: {last}"}
-
-
-def processor() -> str:
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return names[0] if names else platform.machine()
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the numbers depend on."""
-
-    def release(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "from source" if package == "onefold" else "not installed"
-
-    def driver() -> str:
-        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            return "unknown"
-
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
-        "driver": driver(),
-        "cuda": torch.version.cuda,
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "host_bytes": psutil.virtual_memory().total,
-        "python": platform.python_version(),
-        "versions": {package: release(package) for package in ("torch", "transformers", "onefold", "deepspeed")},
-        "kernel": host_kernel().name,
-    }
+    return apart(name, [sys.executable, "-u", str(script), name, *options], words.peer_limit_s)
 
 
 def show(row: dict[str, Any]) -> None:

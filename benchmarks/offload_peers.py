@@ -19,10 +19,8 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -32,7 +30,8 @@ from typing import Any
 import psutil
 import torch
 
-from offload import BATCH, PEERS, SIZES, WARM_UP, batch, make_model, timed
+from offload import BATCH, PEERS, WARM_UP, work
+from workload import SIZES, find_compilers, free_port, peak_bytes, timed
 
 LEARNING_RATE, CLIP = 1e-4, 1.0
 ADAM: dict[str, Any] = {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
@@ -63,17 +62,6 @@ def settings(stage: int) -> dict[str, Any]:
     }
 
 
-def find_compilers(device: str) -> None:
-    """Lets DeepSpeed compile: it looks for ninja on the PATH, and refuses architectures such as the "9.0a" that some
-    images list. Has to come before its import."""
-    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-
-
 def deepspeed_zero(stage: int, size: float, device: str, note: Callable[[str], None]) -> Ready:
     find_compilers(device)
     import deepspeed
@@ -82,7 +70,7 @@ def deepspeed_zero(stage: int, size: float, device: str, note: Callable[[str], N
 
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False)
     with torch.device(device):
-        model = make_model(size)
+        model = work(size).model()
     note("model built; DeepSpeed compiles and initializes")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings(stage))
     inner = engine.optimizer.optimizer
@@ -90,7 +78,7 @@ def deepspeed_zero(stage: int, size: float, device: str, note: Callable[[str], N
         raise RuntimeError(f"the optimizer is {type(inner).__name__}, not the DeepSpeedCPUAdam that was to be timed")
 
     def once(step: int) -> float:
-        tokens = batch(step % 2, device)
+        tokens = work(size).tokens(step % 2, device)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
@@ -107,7 +95,7 @@ def fsdp2(size: float, device: str, note: Callable[[str], None]) -> Ready:
     # Norms are of host tensors, so gloo has to be there beside NCCL.
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     with torch.device(device):
-        model = make_model(size, torch.float32)
+        model = work(size).model(torch.float32)
     note("model built; FSDP2 moves it to the host")
     policies: dict[str, Any] = {
         "mesh": init_device_mesh(device, (1,)),
@@ -122,7 +110,7 @@ def fsdp2(size: float, device: str, note: Callable[[str], None]) -> Ready:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
 
     def once(step: int) -> float:
-        tokens = batch(step % 2, device)
+        tokens = work(size).tokens(step % 2, device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -135,10 +123,8 @@ def fsdp2(size: float, device: str, note: Callable[[str], None]) -> Ready:
 
 def alone() -> None:
     """Makes this process a world of one, and the first to be ended where host memory runs out."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    world["MASTER_PORT"] = str(free_port())
     os.environ.update(world)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -168,7 +154,7 @@ def measure(system: str, size: float, steps: int, device: str) -> dict[str, Any]
         note(f"step {step + 1} of {WARM_UP + steps}, loss {loss:.3f}")
         return loss
 
-    seconds, losses = timed(steps, once)
+    seconds, losses = timed(steps, WARM_UP, once)
     return {
         "system": system,
         **facts,
@@ -176,7 +162,7 @@ def measure(system: str, size: float, steps: int, device: str) -> dict[str, Any]
         "repetitions": seconds,
         "losses": losses,
         "ready_seconds": ready,
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+        "peak_device_bytes": peak_bytes(device)[0],
         # Memory that the driver locks is not always counted as resident: the second figure is what the machine lost.
         "host_rss_bytes": psutil.Process().memory_info().rss,
         "host_taken_bytes": free - psutil.virtual_memory().available,
