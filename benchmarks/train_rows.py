@@ -20,13 +20,16 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -286,29 +289,45 @@ def measure(words: argparse.Namespace, note: Callable[[str], None]) -> dict[str,
     }
 
 
-def launch(num_ranks: int) -> int:
-    """Run this program once for each rank; the exit code of the first that fails, whose end the others do not
-    outlive."""
-    world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    world["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+def extensions() -> Path:
+    """Where DeepSpeed puts what it compiles. A row that is killed while it compiles leaves a lock, for which every
+    later one would wait. The folder is these rows' own, and they run one after another: a lock found here is stale."""
+    folder = Path(tempfile.gettempdir()) / f"onefold-benchmark-extensions-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
+    return folder
+
+
+def launch(num_ranks: int, needs_compiler: bool) -> int:
+    """Run this program once for each rank; returns the exit code of one that failed, else 0. None outlives this."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    world = {
+        "OMP_NUM_THREADS": threads,
+        **os.environ,
+        **({"TORCH_EXTENSIONS_DIR": str(extensions())} if needs_compiler else {}),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    words = [sys.executable, "-u", *sys.argv]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-u", *sys.argv], env={**world, **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(num_ranks)
+        subprocess.Popen(words, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)
     ]
-    while all(rank.poll() is None for rank in ranks) or all(rank.poll() in (None, 0) for rank in ranks):
-        if all(rank.poll() == 0 for rank in ranks):
-            return 0
-        time.sleep(0.2)
-    code = next(rank.returncode for rank in ranks if rank.poll() not in (None, 0))
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.2)
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    return code
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        while all(rank.poll() in (None, 0) for rank in ranks):
+            if all(rank.poll() == 0 for rank in ranks):
+                return 0
+            time.sleep(0.2)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+            time.sleep(0.2)
+        return next(rank.returncode for rank in ranks if rank.poll() not in (None, 0))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
@@ -325,15 +344,19 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", type=lambda name: Row.parse(name) and name)
+    parser.add_argument("row")
     parser.add_argument("--ranks", type=int, default=1)
     add_work(parser)
     words = parser.parse_args()
+    try:
+        Row.parse(words.row)
+    except ValueError as error:
+        parser.error(str(error))
     if words.row.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         print(json.dumps({"system": words.row, "error": "not installed: pip install deepspeed"}), flush=True)
         sys.exit(1)
     if "RANK" not in os.environ:
-        sys.exit(launch(words.ranks))
+        sys.exit(launch(words.ranks, words.row.startswith("deepspeed")))
     rank = int(os.environ["RANK"])
 
     def note(text: str) -> None:
