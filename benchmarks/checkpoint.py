@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from offload import SIZES, batch, machine, sharded, synchronize
+from offload import sharded, work
 from onefold.checkpoint.entries import own_entries
 from onefold.checkpoint.storage import Reader
 from onefold.comm import start
 from onefold.session import session_of
 from onefold.tier import pinned
+from workload import SIZES, machine, synchronize
 
 PIECE = 2**26
 
@@ -72,8 +73,8 @@ def disk_seconds(nbytes: int, directory: Path, rank: int) -> float:
     return seconds
 
 
-def step(model: Any, optimizer: Any, number: int, device: str) -> None:
-    tokens = batch(number, device)
+def step(model: Any, optimizer: Any, words: argparse.Namespace, number: int) -> None:
+    tokens = work(words.params).tokens(number, words.device)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -85,7 +86,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     model, optimizer = sharded(words.params, words.plan, words.device)
     for number in range(2):
-        step(model, optimizer, number, words.device)
+        step(model, optimizer, words, number)
     session = session_of(model, "the benchmark")
     session.runtime.catch_up()
     own = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in own_entries(session, optimizer, None))
@@ -95,7 +96,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         synchronize()
         saving = onefold.save(directory / "beside", model, optimizer, asynchronous=True, progress=False)
         stalls.append(saving.stall_s)
-        step(model, optimizer, 0, words.device)
+        step(model, optimizer, words, 0)
         saving.wait()
     shutil.rmtree(directory / "beside", ignore_errors=True)
     disk = disk_seconds(own, directory, rank)

@@ -19,7 +19,20 @@ FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
     (
         "bytes",
-        ("labels", "replace", "tensorfiles", "calls", "native", "streams", "buffer", "comm", "cores", "worker", "tier", "disk"),
+        (
+            "labels",
+            "replace",
+            "tensorfiles",
+            "calls",
+            "native",
+            "streams",
+            "buffer",
+            "comm",
+            "cores",
+            "worker",
+            "tier",
+            "disk",
+        ),
     ),
     (
         "state",
@@ -46,6 +59,7 @@ FLOORS = (
             "agree",
             "meta",
             "fraction",
+            "keep",
             "build",
             "access",
             "ema",
@@ -61,8 +75,6 @@ FLOORS = (
         "tools",
         ("planner", "probe", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
     ),
-    ("face", ("tensor", "discover", "agree", "meta", "fraction", "keep", "build", "access", "shard", "checkpoint")),
-    ("tools", ("planner", "probe", "launch", "deepspeed", "cli", "testing", "__main__")),
     ("roof", ("__init__",)),
 )
 ORDER = [module for _, row in FLOORS for module in row]
