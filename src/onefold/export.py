@@ -34,13 +34,15 @@ _OURS = re.compile(
 
 
 def export(
-    model: nn.Module,
+    model: "nn.Module | str | Path",
     out_dir: "str | Path",
     *,
     dtype: "torch.dtype | str | None" = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write the model into `out_dir` as safetensors that `from_pretrained` loads. A collective; rank 0 writes.
+
+    Given the path of a checkpoint instead of a model, one process writes what is in that.
 
     In goes what `state_dict` has: trained and frozen parameters, persistent buffers, tied parameters once. A model of
     Hugging Face gets its `config.json` and `generation_config.json` too. Of a PEFT model the adapters are written, by
@@ -57,6 +59,13 @@ def export(
         PrecisionError: `dtype` is none of those.
         WeightsError: the directory cannot be written, or the model holds what such files cannot; on every rank.
     """
+    if not isinstance(model, nn.Module):
+        from onefold.checkpoint.exporting import CheckpointExport
+
+        _check_size(max_file_bytes)
+        stored = CheckpointExport(Path(model), dtype)
+        _replace(Path(out_dir), partial(stored.write, max_file_bytes=max_file_bytes))
+        return
     session = session_of(model, "onefold.export")
     inner: Any = model._modules.get("_orig_mod", model)
     target = Path(out_dir)
@@ -107,9 +116,13 @@ def first_name(_: nn.Module, named: Named) -> tuple[str, ...]:
     return named.names[:1]
 
 
-def _check(model: Any, max_file_bytes: int) -> None:
+def _check_size(max_file_bytes: int) -> None:
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes!r}: give a number of bytes, at least 1")
+
+
+def _check(model: Any, max_file_bytes: int) -> None:
+    _check_size(max_file_bytes)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise WeightsError(
             "adapters that model.add_adapter put inside a model cannot be exported apart; make them with "

@@ -1,5 +1,6 @@
 """Owns what a checkpoint holds beside tensors: what all ranks share, and what is of one rank."""
 
+import json
 import random
 import sys
 import time
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onefold.buffer import SplitMaster
 from onefold.checkpoint.codec import dtype_name, encode
 from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, persistent_buffers, updates_of, whole_entry
 from onefold.ema import EMA
+from onefold.errors import WeightsError
+from onefold.naming import named_tensors, written_names
 from onefold.optimizer import Optimizer
 from onefold.session import Session
 
@@ -68,6 +72,7 @@ def collect(
     }
     if is_first:
         entries += [*buffer_entries(model), *(entry for entry in aside if entry.stop)]
+        shared["files"] = _files(model)
         shared["empty"] = {entry.key: [list(entry.shape), dtype_name(entry.dtype)] for entry in aside if not entry.stop}
     return Contents(shared=shared, own=own, entries=entries)
 
@@ -82,11 +87,30 @@ def _params(session: Session) -> dict[str, Any]:
             "shape": list(slot.shape),
             "dtype": dtype_name(flat.weight.dtype),
             "trained": flat.trained is not None,
+            "is_split": flat.trained is not None and isinstance(flat.trained.master, SplitMaster),
         }
         for unit in session.runtime.units
         for flat in unit.flats
         for name, slot in zip(flat.names, flat.layout.slots, strict=True)
     }
+
+
+def _files(model: Any) -> dict[str, Any] | None:
+    """What an export of the checkpoint has to know of the model: names in files of weights, configurations. None if the
+    model cannot be exported without being there."""
+    inner = model._modules.get("_orig_mod", model)
+    if hasattr(inner, "peft_config"):
+        return None
+    try:
+        names = {named.names[0]: list(written_names(inner, named)) for named in named_tensors(inner)}
+    except WeightsError:
+        return None
+    configs = {}
+    if hasattr(getattr(inner, "config", None), "to_json_string"):
+        configs["config.json"] = json.loads(inner.config.to_json_string()) | {"architectures": [type(inner).__name__]}
+    if hasattr(getattr(inner, "generation_config", None), "to_json_string") and inner.can_generate():
+        configs["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
+    return {"names": names, "configs": configs}
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

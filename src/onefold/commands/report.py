@@ -1,10 +1,22 @@
-"""Owns `onefold report`: what this machine has, as text."""
+"""Owns `onefold report`: what this machine has, or what a DeepSpeed configuration becomes, as text."""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from onefold.report import report
 
 
-def command() -> None:
+def command(
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed configuration: say what each of its keys becomes.")
+    ] = None,
+) -> None:
     """Versions, cards, links, which kernels are native, what is missing and how to get it; for bug reports."""
-    typer.echo(report())
+    if config is None:
+        typer.echo(report())
+        return
+    from onefold import deepspeed  # needs the extra "deepspeed"
+
+    typer.echo(deepspeed.report(config))

@@ -1,0 +1,82 @@
+"""Owns the export of a checkpoint on disk: one process, no model, one tensor in memory at a time."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onefold.checkpoint.codec import dtype_of
+from onefold.checkpoint.directory import candidates
+from onefold.checkpoint.storage import Reader
+from onefold.dtypes import Precision, split
+from onefold.errors import CheckpointError
+from onefold.tensorfiles import Entry, write_files
+
+
+class CheckpointExport:
+    """What `onefold.export` writes of a checkpoint.
+
+    Args:
+        path: a checkpoint, or `DIRECTORY/latest`.
+        dtype: of floating-point parameters; None keeps what the model computed in.
+
+    Raises:
+        CheckpointError: it is damaged, or its model cannot be exported without being there.
+        PrecisionError: `dtype` is none that `export` takes.
+    """
+
+    def __init__(self, path: Path, dtype: "torch.dtype | str | None") -> None:
+        chosen = Precision(params=dtype).params
+        self._dtype = chosen if isinstance(chosen, torch.dtype) else None
+        self._reader = Reader(candidates(path.absolute())[0][0])
+        if self._reader.shared["files"] is None:
+            raise CheckpointError(
+                f"{path} holds adapters, or state that files of weights cannot hold: load it into its model and export "
+                "that"
+            )
+
+    def write(self, directory: Path, max_file_bytes: int) -> None:
+        """Write weights and configuration into `directory`, which is there."""
+        entries = self._entries()
+        try:
+            write_files(directory, entries, max_file_bytes)
+        finally:
+            self._reader.close()
+        for name, values in self._reader.shared["files"]["configs"].items():
+            if name == "config.json":
+                floating = [entry for entry in entries if entry.dtype.is_floating_point]
+                largest = max(floating, key=lambda entry: entry.nbytes, default=None)
+                if largest is not None:
+                    values = {**values, "dtype": str(largest.dtype).removeprefix("torch.")}
+            text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+            (directory / name).write_text(text, encoding="utf-8")
+
+    def _entries(self) -> list[Entry]:
+        shared = self._reader.shared
+        entries = []
+        for name, saved in shared["params"].items():
+            own = dtype_of(saved["dtype"])
+            dtype = self._dtype if self._dtype is not None and own.is_floating_point and own.itemsize > 1 else own
+            for written in shared["files"]["names"].get(name, ()):
+                load = partial(self._param, name, saved, dtype)
+                entries.append(Entry(name=written, shape=tuple(saved["shape"]), dtype=dtype, load=load))
+        stored = shared["tensors"]
+        for name, shape in shared["buffers"].items():
+            tensor: Any = stored.get(f"buffer.{name}")
+            dtype = torch.float32 if tensor is None else dtype_of(tensor["dtype"])
+            load = partial(self._tensor, f"buffer.{name}", tuple(shape))
+            for written in shared["files"]["names"].get(name, ()):
+                entries.append(Entry(name=written, shape=tuple(shape), dtype=dtype, load=load))
+        return entries
+
+    def _param(self, name: str, saved: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        values = self._tensor(f"model.{name}", tuple(saved["shape"]))
+        if saved["is_split"] and dtype == torch.bfloat16 and values.dtype == torch.float32:
+            return split(values)[0]  # as the model had it: a tie is rounded up
+        return values.to(dtype)
+
+    def _tensor(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        return self._reader.tensor(key) if key in self._reader.shared["tensors"] else torch.empty(shape)

@@ -1,0 +1,91 @@
+"""Promise: a checkpoint on disk exports to what its model would have exported, by one process without the model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import onefold
+from onefold import Precision
+from onefold.errors import CheckpointError, OnefoldError
+from onefold.plan import NAMED_PLANS
+from ranks import Turn, build
+from test_export import loaded, logits, tied_llama
+from test_zoo_huggingface import bert, gpt2, lora, t5, text
+
+MODELS = {"gpt2": gpt2, "llama, tied": tied_llama, "bert": bert, "t5": t5}
+
+
+def saved_and_exported(rank, num_ranks, make, plan, precision, directory, dtypes):
+    model = onefold.shard(build(make), NAMED_PLANS[plan], precision=precision)
+    optimizer = onefold.AdamW(model, lr=1e-2)
+    text(model, Turn(rank, 0, sharded=True))
+    optimizer.step()
+    onefold.save(directory / "saved" / "step-1", model, optimizer)
+    for dtype in dtypes:
+        onefold.export(model, directory / f"live-{dtype}", dtype=dtype, max_file_bytes=20_000)
+    return logits(model)
+
+
+def tensors(directory):
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "precision"),
+    [
+        ("gpt2", "zero_3", Precision()),
+        ("llama, tied", "offload_3", Precision(params="bf16")),
+        ("bert", "zero_0", Precision(params="bf16", master="fp32")),
+        ("t5", "zero_1", Precision()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value.params),
+)
+def test_a_checkpoint_exports_as_its_model_does(ranks, tmp_path, name, plan, precision):
+    dtypes = (None, "fp32", "bf16")
+    want = ranks(2).run(saved_and_exported, MODELS[name], plan, precision, tmp_path, dtypes, timeout_s=120)[0]
+    for dtype in dtypes:
+        out = tmp_path / f"stored-{dtype}"
+        onefold.export(tmp_path / "saved" / "latest", out, dtype=dtype, max_file_bytes=20_000)
+        live, stored = tensors(tmp_path / f"live-{dtype}"), tensors(out)
+        assert stored.keys() == live.keys()
+        assert all(torch.equal(stored[key], tensor) for key, tensor in live.items())
+        configs = [json.loads((where / "config.json").read_text()) for where in (out, tmp_path / f"live-{dtype}")]
+        assert configs[0] == configs[1]
+    if precision.params is None:
+        assert torch.equal(logits(loaded(tmp_path / "stored-None")), want)
+
+
+def test_the_command_exports(ranks, tmp_path):
+    ranks(1).run(saved_and_exported, gpt2, "zero_3", Precision(), tmp_path, (), timeout_s=120)
+    words = ["export", str(tmp_path / "saved" / "step-1"), str(tmp_path / "out"), "--dtype", "bf16"]
+    ran = subprocess.run([sys.executable, "-m", "onefold", *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert loaded(tmp_path / "out").dtype == torch.bfloat16
+    failed = subprocess.run(
+        [sys.executable, "-m", "onefold", "export", str(tmp_path), "out"], capture_output=True, text=True
+    )
+    assert failed.returncode == 2
+    assert "not a whole checkpoint" in failed.stderr
+
+
+def saved(rank, num_ranks, make, directory):
+    onefold.save(directory / "a", onefold.shard(build(make), onefold.ZERO_3))
+
+
+def test_adapters_are_exported_from_their_model(ranks, tmp_path):
+    ranks(1).run(saved, lora, tmp_path)
+    with pytest.raises(CheckpointError, match="adapters"):
+        onefold.export(tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(OnefoldError, match="no checkpoint"):
+        onefold.export(tmp_path / "nothing", tmp_path / "out")
