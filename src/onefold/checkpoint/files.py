@@ -10,6 +10,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
@@ -59,26 +60,47 @@ class Files:
 
 
 class Lock:
-    """A file that is locked while this process writes into its directory. The system lets go of it when the process
-    ends, however it ends."""
+    """A file that is locked while this process writes into its directory, or removes it. The system lets go of it when
+    the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: somebody, perhaps on another machine, holds it.
+        FileNotFoundError: there is no such directory, or it has just been removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(f"{path} was removed")
+        except OSError:
+            self._file.close()
+            raise
 
     def release(self) -> None:
         self._file.close()
 
     @staticmethod
-    def is_held(path: Path) -> bool:
-        """Whether somebody, perhaps on another machine, holds it now."""
+    def take(path: Path) -> "Lock | None":
+        """The lock, unless somebody holds it."""
         try:
-            Lock(path).release()
+            return Lock(path)
         except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            return False
-        return False
+            return None
+
+
+@contextmanager
+def named(path: Path, did: str) -> Iterator[None]:
+    """Let what the system says about a file name it: what it says of open ones does not.
+
+    Raises:
+        CheckpointError: for an OSError inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be {did}: {error.strerror or error}") from error
 
 
 def write_all(files: Files, file: BinaryIO, data: memoryview) -> None:
@@ -91,19 +113,28 @@ def write_all(files: Files, file: BinaryIO, data: memoryview) -> None:
 
 
 def write_file(files: Files, path: Path, data: bytes) -> None:
-    """A whole new file, on the disk when this returns."""
-    with files.create(path) as file:
+    """A whole new file, on the disk when this returns.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with named(path, "written"), files.create(path) as file:
         write_all(files, file, memoryview(data))
         files.sync(file)
 
 
 class BlockWriter:
-    """Writes one data file and the checksums of its blocks."""
+    """Writes one data file and the checksums of its blocks.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
         self._path = path
-        self._file = files.create(path)
+        with named(path, "written"):
+            self._file = files.create(path)
         self._checksums = array("I")
         self._open = 0
         self.nbytes = 0
@@ -118,7 +149,8 @@ class BlockWriter:
             window[: len(piece)].copy_(piece)
             data = memoryview(self._buffer)[: len(piece)]
             self._check(data)
-            write_all(self._files, self._file, data)
+            with named(self._path, "written"):
+                write_all(self._files, self._file, data)
         return start
 
     def _check(self, data: memoryview) -> None:
@@ -135,7 +167,7 @@ class BlockWriter:
         """Bring it to the disk; returns the table of checksums, which `BlockReader` wants."""
         if self.nbytes % BLOCK_BYTES:
             self._checksums.append(self._open)
-        with self._file:
+        with named(self._path, "written"), self._file:
             self._files.sync(self._file)
         return _little_endian(self._checksums).tobytes()
 
@@ -148,15 +180,18 @@ class BlockReader:
     """Reads parts of one data file, and checks them.
 
     Raises:
-        CheckpointError: (from `read`) a byte is not what was written, or missing.
+        CheckpointError: it cannot be read; (from `read`) a byte is not what was written, or missing.
     """
 
     def __init__(self, files: Files, path: Path, nbytes: int, table: bytes) -> None:
         self._files = files
         self._path = path
         self._nbytes = nbytes
+        if len(table) != 4 * -(-nbytes // BLOCK_BYTES):
+            raise CheckpointError(f"{path} has {nbytes} bytes and {len(table) // 4} checksums, which do not match")
         self._table = _little_endian(array("I", table))
-        self._file = path.open("rb", buffering=0)
+        with named(path, "read"):
+            self._file = path.open("rb", buffering=0)
         self.read_bytes = 0
         """Bytes read from the disk so far."""
 
@@ -193,7 +228,8 @@ class BlockReader:
         self._file.seek(position)
         view = memoryview(data)
         while view:
-            count = self._files.read_into(self._file, view)
+            with named(self._path, "read"):
+                count = self._files.read_into(self._file, view)
             if not count:
                 raise CheckpointError(f"{self._path} is damaged: it ends {len(view)} bytes early")
             self.read_bytes += count
