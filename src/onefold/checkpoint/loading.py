@@ -237,7 +237,7 @@ class Job:
             names = enumerate(update.flat.names)
             scalars = {slot: decode(saved["scalars"][name]) for slot, name in names if name in saved["scalars"]}
             update.take_scalars(scalars)
-        self._optimizer.num_updates = saved["num_updates"]
+        self._optimizer.num_updates = int(saved["num_updates"])
 
     def _spread(self) -> None:
         """Bring what was read to wherever it is used."""
