@@ -30,6 +30,7 @@ from onefold.comm import Comm
 from onefold.errors import CheckpointError, OptimizerError
 from onefold.optimizer import Optimizer
 from onefold.session import Session
+from onefold.update import FlatUpdate
 
 
 def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
@@ -132,6 +133,8 @@ class Job:
             agree(partial(as_ours, lambda: rest.check(read, session.comm)), kind=CheckpointError)
             session.runtime.settle()
             session.runtime.catch_up()
+            for update, saved in self._states(reader):
+                update.make_room(saved)
             self._tensors(reader)
         self._spread()
         agree(partial(as_ours, lambda: understood(path / SHARED, lambda: self._take(reader.shared))))
@@ -193,15 +196,25 @@ class Job:
             return
         if reader.shared.get("optimizer") is None:
             raise CheckpointError(f"{where} was saved without an optimizer: load(path, model) takes its weights")
-        dtypes = understood(where / SHARED, lambda: _state_dtypes(reader))
-        for update in updates_of(self._optimizer).values():
-            try:
-                update.expect({slot: dtypes.get(name, {}) for slot, name in enumerate(update.flat.names)})
-            except OptimizerError as error:
-                raise CheckpointError(
-                    f"{where} does not fit: {error}. load(path, model) takes its weights alone"
-                ) from error
         understood(where / SHARED, lambda: self._hyper_parameters(reader.shared["optimizer"], where))
+        rule = understood(where / SHARED, lambda: str(reader.shared["optimizer"]["rule"]))
+        try:
+            for update, saved in self._states(reader):
+                update.expect(rule, saved)
+        except OptimizerError as error:
+            raise CheckpointError(
+                f"{where} does not fit: {error}. load(path, model) takes its weights alone"
+            ) from error
+
+    def _states(self, reader: Reader) -> list[tuple[FlatUpdate, dict[int, dict[str, torch.dtype]]]]:
+        """The optimizer's updates, and what was saved of the state of each, by slot."""
+        if self._optimizer is None:
+            return []
+        dtypes = understood(reader.directory / SHARED, lambda: _state_dtypes(reader))
+        return [
+            (update, {slot: dtypes.get(name, {}) for slot, name in enumerate(update.flat.names)})
+            for update in self._optimizer.updates
+        ]
 
     def _hyper_parameters(self, saved: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
         """What each of the optimizer's groups takes over."""

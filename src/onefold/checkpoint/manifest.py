@@ -101,6 +101,6 @@ def understood(path: Path, parse: Callable[[], Result]) -> Result:
         return parse()
     except _AMISS as error:
         told = str(error) if isinstance(error, CheckpointError) else repr(error)
-        if str(path) in told:
-            raise
+        if str(path.parent) in told:
+            raise  # it says what is amiss by itself
         raise CheckpointError(f"{path} is damaged, or no file of an Onefold checkpoint: {told}") from error
