@@ -215,8 +215,9 @@ class RuleUpdate(_Update[_Run]):
 
     def expect(self, rule: str, saved: Mapping[int, Mapping[str, dtype]]) -> None:
         for slot, group in enumerate(self._groups):
+            is_kept = group is not None and 0 not in self.flat.layout.slots[slot].shape  # none is kept of no elements
             wanted = set(self._rule.state_names(group)) if group is not None else set()
-            if wanted != set(saved.get(slot, ())) and group is not None:
+            if is_kept and wanted != set(saved.get(slot, ())):
                 raise _other_state(self.flat.names[slot], self._rule.name, wanted, saved.get(slot, ()))
 
     def make_room(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
