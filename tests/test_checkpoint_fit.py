@@ -138,7 +138,11 @@ MISFITS = {
         ("small", "other groups"),
         "has other parameter groups: 'first.bias' of group 0 was in another",
     ),
-    "not in a group": (("small", "some"), ("small", "adamw"), "parameter groups: 'second.weight' of group 0 was in no group"),
+    "not in a group": (
+        ("small", "some"),
+        ("small", "adamw"),
+        "parameter groups: 'second.weight' of group 0 was in no group",
+    ),
     "elementwise": (
         ("small", "adamw"),
         ("small", "rmsprop"),
