@@ -192,6 +192,8 @@ class BlockReader:
         self._table = _little_endian(array("I", table))
         with named(path, "read"):
             self._file = path.open("rb", buffering=0)
+        self._last = (-1, bytearray())
+        """Where the last block that was read begins, and what is in it: what is wanted next often begins there too."""
         self.read_bytes = 0
         """Bytes read from the disk so far."""
 
@@ -208,6 +210,9 @@ class BlockReader:
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, bytearray]]:
         """Checked runs of blocks that cover [start, stop), and where each begins."""
         position = start - start % BLOCK_BYTES
+        if position == self._last[0] and position < stop:
+            yield self._last
+            position += BLOCK_BYTES
         while position < stop:
             end = min(position + _AT_ONCE, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
             data = bytearray(max(end - position, 0))
@@ -221,6 +226,8 @@ class BlockReader:
                         f"{self._path} is damaged: bytes {first} to {first + BLOCK_BYTES} are not what was written"
                     )
             view.release()
+            rest = (len(data) - 1) // BLOCK_BYTES * BLOCK_BYTES
+            self._last = (position + rest, data[rest:])
             yield position, data
             position = end
 
