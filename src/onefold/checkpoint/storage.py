@@ -234,7 +234,7 @@ class Reader(StorageReader):
             for offsets, sizes, file, start in tensor["chunks"]:
                 chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
                 end = start + prod(sizes) * dtype.itemsize
-                if type(start) is not int or not 0 <= start <= end <= self._record(file).nbytes:
+                if type(start) is not int or not 0 <= start <= end <= self._records[file].nbytes:
                     raise ValueError(f"{key!r} lies outside of {file}")
                 places[MetadataIndex(key, chunks[-1].offsets)] = Place(file, start, tuple(sizes))
             _check_covered(key, shape, chunks)
