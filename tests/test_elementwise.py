@@ -242,7 +242,7 @@ def test_an_elementwise_class_is_accepted_and_its_state_counted(cls, kwargs, ite
     assert found.exact
     assert (found.per_element, found.fixed) == (per_element, fixed)
     assert found.state_itemsize(torch.float32) == itemsize
-    assert found.rule.name == cls.__name__.lower()
+    assert found.rule.name == f"Elementwise({cls.__name__})"
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ class TorchRule:
 
     @property
     def name(self) -> str:
-        """The class's name in lower case."""
-        return self.cls.__name__.lower()
+        """What tells its state from that of other rules."""
+        return f"Elementwise({self.cls.__name__})"
 
     def defaults(self) -> dict[str, Any]:
         """The hyper-parameters that parameter groups start from: the class's own `defaults`."""

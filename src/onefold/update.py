@@ -61,12 +61,16 @@ class FlatUpdate(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
-    def expect(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
-        """Be ready to take over state: the names and dtypes of its tensors, by slot.
+    def expect(self, rule: str, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        """Say whether state can be taken over: the name of the rule it is of, names and dtypes of its tensors by slot.
 
         Raises:
             OptimizerError: this rule keeps other state.
         """
+        ...
+
+    def make_room(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        """Have just the state that was told to `expect`, with whatever values."""
         ...
 
     def parts(self) -> "Iterator[StatePart]":
@@ -209,11 +213,15 @@ class RuleUpdate(_Update[_Run]):
             tensor.copy_(state["state"][name])
         self._load_master(state["master"])
 
-    def expect(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+    def expect(self, rule: str, saved: Mapping[int, Mapping[str, dtype]]) -> None:
         for slot, group in enumerate(self._groups):
+            is_kept = group is not None and 0 not in self.flat.layout.slots[slot].shape  # none is kept of no elements
             wanted = set(self._rule.state_names(group)) if group is not None else set()
-            if wanted != set(saved.get(slot, ())) and group is not None:
+            if is_kept and wanted != set(saved.get(slot, ())):
                 raise _other_state(self.flat.names[slot], self._rule.name, wanted, saved.get(slot, ()))
+
+    def make_room(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        """It is there from the start."""
 
     def parts(self) -> Iterator[StatePart]:
         for piece in self._pieces:
@@ -308,17 +316,16 @@ class SliceUpdate(_Update[_Slice]):
         self._states = [dict(saved) for saved in state["states"]]
         self._load_master(state["master"])
 
-    def expect(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+    def expect(self, rule: str, saved: Mapping[int, Mapping[str, dtype]]) -> None:
+        # State is opaque here: what one class left, even under the same names, is nothing that another can go on from.
+        if rule != self._rule.name:
+            raise OptimizerError(f"its optimizer state was saved with {rule}, and this optimizer is {self._rule.name}")
+
+    def make_room(self, saved: Mapping[int, Mapping[str, dtype]]) -> None:
         for piece, state in zip(self._pieces, self._states, strict=True):
-            if self._groups[piece.slot] is None:
-                continue
-            have = {name for name, value in state.items() if _is_element_wise(value, piece)}
-            if have and have != set(saved.get(piece.slot, ())):
-                raise _other_state(
-                    self.flat.names[piece.slot], self._rule.cls.__name__, have, saved.get(piece.slot, ())
-                )
-            for name, kind in saved.get(piece.slot, {}).items():
-                if name not in have:
+            if self._groups[piece.slot] is not None:
+                state.clear()
+                for name, kind in saved.get(piece.slot, {}).items():
                     state[name] = torch.zeros(piece.numel, dtype=kind, device=self._trained.weight.device)
 
     def parts(self) -> Iterator[StatePart]:

@@ -119,5 +119,5 @@ def load(
 
     session = session_of(model, "onefold.load")
     job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, progress)
-    rest = partial(loading.take_rest, session, scheduler=scheduler, loader=loader, random_states=random_states)
+    rest = loading.Rest(scheduler=scheduler, loader=loader, random_states=random_states)
     return loading.load(session, Path(path).absolute(), job, rest)

@@ -58,6 +58,9 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
 def _encode_tensor(value: Tensor, where: str, keep: Keep | None) -> Any:
     if value.layout != torch.strided:
         raise CheckpointError(f"{where} is a tensor with layout {value.layout}; give a dense one")
+    if value.is_meta:
+        raise CheckpointError(f"{where} is a tensor on meta, which has no values; give one that has")
+    value = value.detach().resolve_conj().resolve_neg()
     if keep is not None:
         return {_TAG: "tensor", "key": keep(value)}
     flat = value.detach().to("cpu").contiguous().reshape(-1)

@@ -3,24 +3,26 @@
 [Note: A checkpoint appears at once]
 It is written into a directory of another name beside its place, `.NAME.TOKEN.partial`, brought to the disk, and
 renamed. One that is replaced is first renamed to `.NAME.replaced`, and removed when the new one is there; should the
-process end between the two renames, the old one is still found under that name. Directories of processes that were
-killed are recognized by a lock that nobody holds any more, and removed by the next save beside them.
+process end between the two renames, the old one is still found under that name. Who writes holds a lock in the
+directory until it stands in its place. So what processes that were killed left behind is recognized by a lock that
+nobody holds any more; the next save beside it removes it, or brings it back.
 """
 
+import logging
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onefold.checkpoint.files import Files, Lock
-from onefold.checkpoint.storage import MANIFEST, read_manifest
+from onefold.checkpoint.files import Files, Lock, named
+from onefold.checkpoint.manifest import MANIFEST, SHARED, read_manifest
 from onefold.errors import CheckpointError
 
 LATEST = "latest"
 _LOCK = "lock"
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(partial|trash)")
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>partial|trash)")
 _REPLACED = re.compile(r"\.(?P<name>.+)\.replaced")
 
 
@@ -36,52 +38,65 @@ class Workplace:
     """Where rank 0 lets a checkpoint grow, until it is moved to `target`.
 
     Raises:
-        OSError: the system refuses.
+        CheckpointError: the system refuses.
     """
 
     def __init__(self, target: Path, files: Files) -> None:
         self.target = target
         self._files = files
-        target.parent.mkdir(parents=True, exist_ok=True)
-        recover(target, files)
-        remove_leftovers(target.parent, files)
-        self.path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
-        self.path.mkdir()
-        self._lock = Lock(self.path / _LOCK)
+        with named(target, "written"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(target.parent, files)
+            self.path, self._lock = self._locked()
+
+    def _locked(self) -> tuple[Path, Lock]:
+        """A new directory. Somebody who cleans up may take it for a leftover before it is locked: then, another."""
+        while True:
+            path = self.target.with_name(f".{self.target.name}.{secrets.token_hex(8)}.partial")
+            path.mkdir()
+            with suppress(BlockingIOError, FileNotFoundError):
+                return path, Lock(path / _LOCK)
 
     def commit(self, keep_last: int | None) -> None:
         """Let the checkpoint appear, then remove what is not wanted any more."""
-        (self.path / _LOCK).unlink()
-        replaced = _replaced(self.target)
-        if self.target.exists():
-            self._files.rename(self.target, replaced)
-        self._files.rename(self.path, self.target)
-        self._lock.release()
-        self._files.sync_directory(self.target.parent)
-        if replaced.exists():
-            remove(replaced, self._files)
+        with named(self.target, "put in its place"):
+            self._appear()
+            (self.target / _LOCK).unlink()
+            self._lock.release()
+            self._files.sync_directory(self.target.parent)
+        unwanted = [_replaced(self.target)] if _replaced(self.target).exists() else []
         if keep_last is not None:
             mine = self.target.resolve()
-            others = [found for found in checkpoints(self.target.parent) if found.path.resolve() != mine]
-            for found in others[keep_last - 1 :]:
-                remove(found.path, self._files)
+            others = [found.path for found in checkpoints(self.target.parent) if found.path.resolve() != mine]
+            unwanted += [path for path in others[keep_last - 1 :] if not path.is_symlink()]
+        for path in unwanted:
+            try:
+                remove(path, self._files)
+            except OSError as error:  # the new one is there all the same
+                logging.getLogger("onefold").warning(
+                    "%s is saved, but %s cannot be removed: %s", self.target, path, error.strerror or error
+                )
+
+    def _appear(self) -> None:
+        replaced = _replaced(self.target)
+        if self.target.exists():
+            if replaced.exists():
+                remove(replaced, self._files)
+            self._files.rename(self.target, replaced)
+        try:
+            self._files.rename(self.path, self.target)
+        except OSError:
+            if replaced.exists():
+                with suppress(OSError):  # `load` finds it where it is, and the next save tries again
+                    self._files.rename(replaced, self.target)
+            raise
 
     def abandon(self) -> None:
         """Remove what was written so far, as well as the system lets us: the next save removes the rest."""
-        self._lock.release()
         if self.path.exists():
             with suppress(OSError):
                 self._files.remove_tree(self.path)
-
-
-def recover(target: Path, files: Files) -> None:
-    """Bring back a checkpoint that was about to be replaced when its process ended."""
-    replaced = _replaced(target)
-    if replaced.exists():
-        if target.exists():
-            remove(replaced, files)
-        else:
-            files.rename(replaced, target)
+        self._lock.release()
 
 
 def remove(path: Path, files: Files) -> None:
@@ -93,11 +108,46 @@ def remove(path: Path, files: Files) -> None:
 
 
 def remove_leftovers(parent: Path, files: Files) -> None:
-    """Remove what processes that were killed left behind."""
+    """Remove what processes that were killed left behind, and bring back what they were about to replace.
+
+    What the system does not let go of stays for the next time, and the log says so.
+    """
+    busy = set()
     for path in list(parent.iterdir()):
-        if _LEFT.fullmatch(path.name) and path.is_dir() and not Lock.is_held(path / _LOCK):
-            with suppress(FileNotFoundError):  # another run found it too
+        match = _LEFT.fullmatch(path.name)
+        if match and path.is_dir():
+            with _told(path):
+                lock = Lock.take(path / _LOCK)
+                if lock is None:
+                    busy.add(match["name"])
+                    continue
                 files.remove_tree(path)
+                lock.release()
+    for path, target in _set_aside(parent):
+        if target.name not in busy:
+            with _told(path):
+                if target.exists():
+                    remove(path, files)
+                else:
+                    files.rename(path, target)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        """Another run found it too."""
+    except OSError as error:
+        logging.getLogger("onefold").warning("a leftover, %s, cannot be removed: %s", path, error.strerror or error)
+
+
+def _set_aside(parent: Path) -> list[tuple[Path, Path]]:
+    """Checkpoints that were about to be replaced, and the place of each."""
+    if not parent.is_dir():
+        return []
+    matches = [(path, _REPLACED.fullmatch(path.name)) for path in parent.iterdir()]
+    return [(path, parent / match["name"]) for path, match in matches if match]
 
 
 def checkpoints(parent: Path) -> list[Found]:
@@ -108,15 +158,15 @@ def checkpoints(parent: Path) -> list[Found]:
 def _looked_at(parent: Path) -> Iterator[tuple[Found, str | None]]:
     if not parent.is_dir():
         return
+    places = [path for path in parent.iterdir() if not path.name.startswith(".") and path.is_dir()]
+    places += [path for path, target in _set_aside(parent) if not target.exists()]
     found: list[tuple[Found, str | None]] = []
-    for path in parent.iterdir():
-        if path.name.startswith(".") or not path.is_dir():
-            continue
+    for path in places:
         try:
-            found.append((Found(path, read_manifest(path)["saved_ns"]), None))
+            found.append((Found(path, read_manifest(path).saved_ns), None))
         except CheckpointError as error:
-            if (path / MANIFEST).exists():
-                found.append((Found(path, path.stat().st_mtime_ns), str(error)))
+            if (path / MANIFEST).exists() or (path / SHARED).exists():
+                found.append((Found(path, 0), str(error)))
     yield from sorted(found, key=lambda item: (-item[0].saved_ns, item[0].path.name))
 
 
@@ -137,10 +187,6 @@ def candidates(path: Path) -> tuple[list[Path], list[str]]:
             near = ", ".join(sorted(found.path.name for found in checkpoints(parent))) or "none"
             raise CheckpointError(f"there is no checkpoint {path}; in {parent} there are: {near}")
         return [path], []
-    for aside in parent.glob(".*.replaced") if parent.is_dir() else ():
-        match = _REPLACED.fullmatch(aside.name)
-        if match and not (parent / match["name"]).exists():
-            return [*(found.path for found in checkpoints(parent)), aside], []
     found = list(_looked_at(parent))
     whole = [each.path for each, problem in found if problem is None]
     passed = [f"{each.path.name} ({problem})" for each, problem in found if problem is not None]

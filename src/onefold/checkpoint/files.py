@@ -10,8 +10,12 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import BinaryIO
 from zlib import crc32
 
@@ -21,7 +25,7 @@ from torch import Tensor
 from onefold.errors import CheckpointError
 
 BLOCK_BYTES = 2**16
-_AT_ONCE = 256 * BLOCK_BYTES
+_AT_ONCE = 64 * BLOCK_BYTES
 """Bytes copied, checked and written at once."""
 _NUM_BUFFERS = 4
 
@@ -61,26 +65,47 @@ class Files:
 
 
 class Lock:
-    """A file that is locked while this process writes into its directory. The system lets go of it when the process
-    ends, however it ends."""
+    """A file that is locked while this process writes into its directory, or removes it. The system lets go of it when
+    the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: somebody, perhaps on another machine, holds it.
+        FileNotFoundError: there is no such directory, or it has just been removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(f"{path} was removed")
+        except OSError:
+            self._file.close()
+            raise
 
     def release(self) -> None:
         self._file.close()
 
     @staticmethod
-    def is_held(path: Path) -> bool:
-        """Whether somebody, perhaps on another machine, holds it now."""
+    def take(path: Path) -> "Lock | None":
+        """The lock, unless somebody holds it."""
         try:
-            Lock(path).release()
+            return Lock(path)
         except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            return False
-        return False
+            return None
+
+
+@contextmanager
+def named(path: Path, did: str) -> Iterator[None]:
+    """Let what the system says about a file name it: what it says of open ones does not.
+
+    Raises:
+        CheckpointError: for an OSError inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be {did}: {error.strerror or error}") from error
 
 
 def write_all(files: Files, file: BinaryIO, data: memoryview, offset: int = 0) -> None:
@@ -94,10 +119,48 @@ def write_all(files: Files, file: BinaryIO, data: memoryview, offset: int = 0) -
 
 
 def write_file(files: Files, path: Path, data: bytes) -> None:
-    """A whole new file, on the disk when this returns."""
-    with files.create(path) as file:
+    """A whole new file, on the disk when this returns.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with named(path, "written"), files.create(path) as file:
         write_all(files, file, memoryview(data))
         files.sync(file)
+
+
+_Job = tuple["Future[array[int]]", Callable[[], "array[int]"]]
+
+
+class _Crew:
+    """Threads that work off jobs. A ThreadPoolExecutor refuses jobs once the main thread has ended, and a save may go
+    on then."""
+
+    def __init__(self, number: int) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = [Thread(target=self._serve, name="onefold-write") for _ in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], "array[int]"]) -> "Future[array[int]]":
+        future: Future[array[int]] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def leave(self) -> None:
+        """Come back when every job is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class BlockWriter:
@@ -109,9 +172,11 @@ class BlockWriter:
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
-        self._file = files.create(path)
-        self._pool = ThreadPoolExecutor(_NUM_BUFFERS, "onefold-write")
-        self._buffers = [bytearray(_AT_ONCE) for _ in range(_NUM_BUFFERS)]
+        self._path = path
+        with named(path, "written"):
+            self._file = files.create(path)
+        self._crew = _Crew(_NUM_BUFFERS)
+        self._buffers: list[bytearray] = []
         self._jobs: list[Future[array[int]]] = []
         self._filled = 0
         self.nbytes = 0
@@ -120,12 +185,12 @@ class BlockWriter:
         """Write a 1-D tensor from wherever it is; returns where it begins.
 
         Raises:
-            OSError: the system refused to write what came before.
+            CheckpointError: what came before cannot be written.
         """
         start = self.nbytes
         raw = values.detach().contiguous().view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
         while raw.numel():
-            buffer = torch.frombuffer(self._buffers[len(self._jobs) % _NUM_BUFFERS], dtype=torch.uint8)
+            buffer = torch.frombuffer(self._buffer(len(self._jobs)), dtype=torch.uint8)
             room = min(_AT_ONCE - self._filled, raw.numel())
             buffer[self._filled : self._filled + room].copy_(raw[:room])
             self._filled += room
@@ -135,18 +200,25 @@ class BlockWriter:
                 self._send()
         return start
 
+    def _buffer(self, number: int) -> bytearray:
+        """What the job of this number writes from."""
+        if len(self._buffers) <= min(number, _NUM_BUFFERS - 1):
+            self._buffers.append(bytearray(_AT_ONCE))
+        return self._buffers[number % _NUM_BUFFERS]
+
     def _send(self) -> None:
         """Let a thread have the buffer that is filled; come back when the next one is free."""
         number = len(self._jobs)
-        window = memoryview(self._buffers[number % _NUM_BUFFERS])[: self._filled]
-        self._jobs.append(self._pool.submit(self._write, window, number * _AT_ONCE))
+        window = memoryview(self._buffer(number))[: self._filled]
+        self._jobs.append(self._crew.submit(partial(self._write, window, number * _AT_ONCE)))
         self._filled = 0
         if len(self._jobs) >= _NUM_BUFFERS:
             self._jobs[len(self._jobs) - _NUM_BUFFERS].result()
 
     def _write(self, data: memoryview, offset: int) -> "array[int]":
         checksums = array("I", [crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)])
-        write_all(self._files, self._file, data, offset)
+        with named(self._path, "written"):
+            write_all(self._files, self._file, data, offset)
         os.posix_fadvise(self._file.fileno(), offset, len(data), os.POSIX_FADV_DONTNEED)  # starts writing back
         return checksums
 
@@ -155,12 +227,13 @@ class BlockWriter:
         if self._filled:
             self._send()
         table = array("I", [checksum for job in self._jobs for checksum in job.result()])
-        self._files.sync(self._file)
+        with named(self._path, "written"):
+            self._files.sync(self._file)
         return _little_endian(table).tobytes()
 
     def close(self) -> None:
         """Let go of the file, finished or not."""
-        self._pool.shutdown()
+        self._crew.leave()
         self._file.close()
 
 
@@ -168,15 +241,20 @@ class BlockReader:
     """Reads parts of one data file, and checks them.
 
     Raises:
-        CheckpointError: (from `read`) a byte is not what was written, or missing.
+        CheckpointError: it cannot be read; (from `read`) a byte is not what was written, or missing.
     """
 
     def __init__(self, files: Files, path: Path, nbytes: int, table: bytes) -> None:
         self._files = files
         self._path = path
         self._nbytes = nbytes
+        if len(table) != 4 * -(-nbytes // BLOCK_BYTES):
+            raise CheckpointError(f"{path} has {nbytes} bytes and {len(table) // 4} checksums, which do not match")
         self._table = _little_endian(array("I", table))
-        self._file = path.open("rb", buffering=0)
+        with named(path, "read"):
+            self._file = path.open("rb", buffering=0)
+        self._last = (-1, bytearray())
+        """Where the last block that was read begins, and what is in it: what is wanted next often begins there too."""
         self.read_bytes = 0
         """Bytes read from the disk so far."""
 
@@ -193,6 +271,9 @@ class BlockReader:
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, bytearray]]:
         """Checked runs of blocks that cover [start, stop), and where each begins."""
         position = start - start % BLOCK_BYTES
+        if position == self._last[0] and position < stop:
+            yield self._last
+            position += BLOCK_BYTES
         while position < stop:
             end = min(position + _AT_ONCE, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
             data = bytearray(max(end - position, 0))
@@ -206,6 +287,8 @@ class BlockReader:
                         f"{self._path} is damaged: bytes {first} to {first + BLOCK_BYTES} are not what was written"
                     )
             view.release()
+            rest = (len(data) - 1) // BLOCK_BYTES * BLOCK_BYTES
+            self._last = (position + rest, data[rest:])
             yield position, data
             position = end
 
@@ -213,7 +296,8 @@ class BlockReader:
         self._file.seek(position)
         view = memoryview(data)
         while view:
-            count = self._files.read_into(self._file, view)
+            with named(self._path, "read"):
+                count = self._files.read_into(self._file, view)
             if not count:
                 raise CheckpointError(f"{self._path} is damaged: it ends {len(view)} bytes early")
             self.read_bytes += count

@@ -2,7 +2,9 @@
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from onefold.agree import together
@@ -19,33 +22,88 @@ from onefold.checkpoint.contents import several
 from onefold.checkpoint.directory import candidates
 from onefold.checkpoint.entries import buffer_entries, kept_entries, persistent_buffers, updates_of
 from onefold.checkpoint.files import Files
+from onefold.checkpoint.manifest import SHARED, file_of, understood
 from onefold.checkpoint.plans import EntryLoadPlanner
 from onefold.checkpoint.saving import alone_is_fine, as_ours, failure
 from onefold.checkpoint.storage import Reader
+from onefold.comm import Comm
 from onefold.ema import EMA
 from onefold.errors import CheckpointError, OptimizerError
 from onefold.optimizer import Optimizer
 from onefold.session import Session
+from onefold.update import FlatUpdate
 
 
-def load(session: Session, path: Path, job: "Job", rest: Callable[[Reader], Any]) -> Any:
-    """Let `job` read the checkpoint that `path` means, then `rest` what it returns; see `onefold.load`."""
+def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
+    """Let `job` read the checkpoint that `path` means, and `rest` take what else is in it; see `onefold.load`."""
     session.wait_for_readers()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
     agree(partial(as_ours, session.wait_for_saves))
-    paths, passed = agree(partial(as_ours, lambda: candidates(path)))
+    # What rank 0 sees counts: others may see a directory that changes at another moment.
+    paths, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
     for index, candidate in enumerate(paths):
         try:
-            reader = job.run(candidate)
+            read = job.run(candidate, rest)
         except _Damaged as error:
             if index + 1 == len(paths):
-                raise CheckpointError(str(error)) from error
+                raise CheckpointError("; passed over: ".join([str(error), *passed])) from error
             passed.append(f"{candidate.name} ({error})")
             continue
         if passed and session.comm.rank == 0:
             logging.getLogger("onefold").warning("loading %s; passed over: %s", candidate, "; ".join(passed))
-        return agree(partial(as_ours, partial(rest, reader)))
+        return agree(partial(as_ours, partial(rest.take, session, read)))
     raise CheckpointError(f"there is no checkpoint {path}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What is read beside the tensors of model and optimizer, decoded."""
+
+    reader: Reader
+    own: Mapping[str, Any]
+    """Of the rank of this number when it was saved; empty if there was none."""
+    schedulers: Sequence[Mapping[str, Any]]
+    extra: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What `load` was given to fill beside model and optimizer."""
+
+    scheduler: Any
+    loader: Any
+    random_states: bool
+
+    def check(self, read: Read, comm: Comm) -> None:
+        """Whether the checkpoint has what is asked for, before anything is changed.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        where, have, want = read.reader.directory, len(read.schedulers), len(several(self.scheduler))
+        if want and want != have:
+            raise CheckpointError(f"{where} holds the state of {have} schedulers, not {want}")
+        if self.loader is not None and read.reader.num_ranks != comm.num_ranks:
+            raise CheckpointError(
+                f"{where} was saved by {read.reader.num_ranks} ranks, and this is one of {comm.num_ranks}: the place "
+                "in each rank's data cannot be carried over. Load without loader="
+            )
+        if self.loader is not None and read.own.get("loader") is None:
+            raise CheckpointError(f"{where} was saved without the state of a data loader")
+
+    def take(self, session: Session, read: Read) -> Any:
+        """Schedulers, data loader, random states; returns the extra."""
+        where = read.reader.directory
+        for index, (each, state) in enumerate(zip(several(self.scheduler), read.schedulers, strict=False)):
+            with _taking(where, f"scheduler {index}"):
+                each.load_state_dict(state)
+        if self.loader is not None:
+            with _taking(where, "the loader"):
+                self.loader.load_state_dict(decode(read.own["loader"]))
+        if self.random_states and read.own:
+            own = where / file_of(session.comm.rank, "json")
+            understood(own, lambda: _take_random(session.device, decode(read.own["random"])))
+        return read.extra
 
 
 class _Damaged(CheckpointError):
@@ -71,32 +129,43 @@ class Job:
         self._files = files
         self._progress = progress
 
-    def run(self, path: Path) -> Reader:
+    def run(self, path: Path, rest: Rest) -> Read:
         """Read one checkpoint into model and optimizer."""
         session = self._session
         agree = partial(together, session.comm, did="could not load")
-        reader: Reader = agree(partial(as_ours, lambda: self._open(path), kind=_Damaged), kind=_Damaged)
-        agree(partial(as_ours, lambda: self._check(reader)), kind=CheckpointError)
-        session.runtime.settle()
-        session.runtime.catch_up()
-        entries = [*kept_entries(session, self._optimizer, self._ema), *buffer_entries(self._model)]
+        with ExitStack() as stack:
+            reader: Reader = agree(partial(as_ours, lambda: self._open(path), kind=_Damaged), kind=_Damaged)
+            stack.callback(reader.close)
+            read: Read = agree(partial(as_ours, lambda: self._beside(reader), kind=_Damaged), kind=_Damaged)
+            agree(partial(as_ours, lambda: self._check(reader)), kind=CheckpointError)
+            agree(partial(as_ours, lambda: rest.check(read, session.comm)), kind=CheckpointError)
+            session.runtime.settle()
+            session.runtime.catch_up()
+            for update, saved in self._states(reader):
+                update.make_room(saved)
+            self._tensors(reader)
+        for unit in session.runtime.units:
+            unit.show_stored(unit.flats)
+        agree(partial(as_ours, lambda: understood(path / SHARED, lambda: self._take(reader.shared))))
+        return read
+
+    def _tensors(self, reader: Reader) -> None:
+        entries = [*kept_entries(self._session, self._optimizer, self._ema), *buffer_entries(self._model)]
         total = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
-        group = session.comm.side_group()
-        with bar(f"loading {path.name}", total, self._progress and session.comm.rank == 0) as advance:
+        path, comm = reader.directory, self._session.comm
+        with bar(f"loading {path.name}", total, self._progress and comm.rank == 0) as advance:
             reader.progress = advance
             try:
                 with alone_is_fine():
-                    dcp_load({}, storage_reader=reader, planner=EntryLoadPlanner(entries), process_group=group)
+                    dcp_load(
+                        {},
+                        storage_reader=reader,
+                        planner=EntryLoadPlanner(entries),
+                        process_group=comm.side_group(),
+                    )
             except BaseException as error:
-                told = failure(error, f"reading {path} failed, and the model holds part of it", session.comm.rank)
-                raise (_Damaged(str(told)) if isinstance(told, CheckpointError) else told) from error
-            finally:
-                reader.close()
-        for unit in session.runtime.units:
-            unit.show_stored(unit.flats)
-        self._take_optimizer(reader.shared)
-        session.scaler.load_state_dict(_scaler_state(session, reader.shared))
-        return reader
+                told = failure(error, f"reading {path} failed, and the model holds part of it", comm.rank)
+                raise (_Damaged(str(told)) if _is_damage(error) else told) from error
 
     def _open(self, path: Path) -> Reader:
         reader = Reader(path, self._files)
@@ -104,35 +173,59 @@ class Job:
             reader.check_sizes()
         return reader
 
+    def _beside(self, reader: Reader) -> Read:
+        """Whatever is no tensor of model or optimizer: damage to it has to be known before anything is changed."""
+        shared, rank = reader.shared, self._session.comm.rank
+        path = reader.directory / SHARED
+        return Read(
+            reader=reader,
+            own=reader.own(rank) if rank < reader.num_ranks else {},
+            schedulers=understood(path, lambda: [decode(state) for state in shared["schedulers"]]),
+            extra=understood(path, lambda: decode(shared["extra"], partial(_extra_tensor, reader))),
+        )
+
+    def _take(self, shared: Mapping[str, Any]) -> None:
+        self._take_optimizer(shared)
+        self._session.scaler.load_state_dict(_scaler_state(self._session, shared))
+
     def _check(self, reader: Reader) -> None:
         """Compare names and shapes, and make room for state.
 
         Raises:
             CheckpointError: naming the first that differ.
         """
-        shared, where = reader.shared, reader.directory
+        where = reader.directory
+        params, buffers = understood(where / SHARED, lambda: _shapes(reader.shared))
         flats = [flat for unit in self._session.runtime.units for flat in unit.flats]
         mine = {n: tuple(s.shape) for flat in flats for n, s in zip(flat.names, flat.layout.slots, strict=True)}
-        _compare(where, "parameter", mine, {name: tuple(saved["shape"]) for name, saved in shared["params"].items()})
-        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model).items()}
-        _compare(where, "buffer", buffers, {name: tuple(shape) for name, shape in shared["buffers"].items()})
-        if self._ema is not None and not shared["has_ema"]:
-            raise CheckpointError(
-                f"{where} was saved without an EMA; make one after loading: it starts from the weights"
-            )
+        _compare(where, "parameter", mine, params)
+        mine = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model).items()}
+        _compare(where, "buffer", mine, buffers)
+        if self._ema is not None and not reader.shared.get("has_ema"):
+            raise CheckpointError(f"{where} was saved without an EMA; one made after loading starts from the weights")
         if self._optimizer is None:
             return
-        if shared["optimizer"] is None:
+        if reader.shared.get("optimizer") is None:
             raise CheckpointError(f"{where} was saved without an optimizer: load(path, model) takes its weights")
-        dtypes = _state_dtypes(reader)
-        for update in updates_of(self._optimizer).values():
-            try:
-                update.expect({slot: dtypes.get(name, {}) for slot, name in enumerate(update.flat.names)})
-            except OptimizerError as error:
-                raise CheckpointError(
-                    f"{where} does not fit: {error}. load(path, model) takes its weights alone"
-                ) from error
-        self._hyper_parameters(shared["optimizer"], where)
+        understood(where / SHARED, lambda: self._hyper_parameters(reader.shared["optimizer"], where))
+        rule = understood(where / SHARED, lambda: str(reader.shared["optimizer"]["rule"]))
+        try:
+            for update, saved in self._states(reader):
+                update.expect(rule, saved)
+        except OptimizerError as error:
+            raise CheckpointError(
+                f"{where} does not fit: {error}. load(path, model) takes its weights alone"
+            ) from error
+
+    def _states(self, reader: Reader) -> list[tuple[FlatUpdate, dict[int, dict[str, torch.dtype]]]]:
+        """The optimizer's updates, and what was saved of the state of each, by slot."""
+        if self._optimizer is None:
+            return []
+        dtypes = understood(reader.directory / SHARED, lambda: _state_dtypes(reader))
+        return [
+            (update, {slot: dtypes.get(name, {}) for slot, name in enumerate(update.flat.names)})
+            for update in self._optimizer.updates
+        ]
 
     def _hyper_parameters(self, saved: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
         """What each of the optimizer's groups takes over."""
@@ -168,7 +261,7 @@ class Job:
             names = enumerate(update.flat.names)
             scalars = {slot: decode(saved["scalars"][name]) for slot, name in names if name in saved["scalars"]}
             update.take_scalars(scalars)
-        self._optimizer.num_updates = saved["num_updates"]
+        self._optimizer.num_updates = int(saved["num_updates"])
 
 
 def _compare(where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]) -> None:
@@ -203,30 +296,23 @@ def _scaler_state(session: Session, shared: Mapping[str, Any]) -> Mapping[str, A
     return saved if saved.keys() == mine.keys() else mine
 
 
-def take_rest(session: Session, reader: Reader, *, scheduler: Any, loader: Any, random_states: bool) -> Any:
-    """Schedulers, data loader, random states; returns the extra."""
-    shared, rank = reader.shared, session.comm.rank
-    schedulers = several(scheduler)
-    if schedulers and len(schedulers) != len(shared["schedulers"]):
-        raise CheckpointError(f"{reader.directory} holds {len(shared['schedulers'])} schedulers, not {len(schedulers)}")
-    for each, state in zip(schedulers, shared["schedulers"], strict=False):
-        each.load_state_dict(decode(state))
-    if loader is not None:
-        if reader.num_ranks != session.comm.num_ranks:
-            raise CheckpointError(
-                f"{reader.directory} was saved by {reader.num_ranks} ranks, and this is one of "
-                f"{session.comm.num_ranks}: the place in each rank's data cannot be carried over. Load without loader="
-            )
-        state = reader.own(rank)["loader"]
-        if state is None:
-            raise CheckpointError(f"{reader.directory} was saved without the state of a data loader")
-        loader.load_state_dict(decode(state))
-    if random_states and rank < reader.num_ranks:
-        _take_random(session.device, decode(reader.own(rank)["random"]))
+@contextmanager
+def _taking(where: Path, what: str) -> Iterator[None]:
     try:
-        return decode(shared["extra"], partial(_extra_tensor, reader))
-    finally:
-        reader.close()
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{what} does not take the state in {where}: {error!r}") from error
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether it is the checkpoint's fault: then an older one may do."""
+    found = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return all(isinstance(each, CheckpointError) for each in found)
+
+
+def _shapes(shared: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    params = {name: tuple(saved["shape"]) for name, saved in shared["params"].items()}
+    return params, {name: tuple(shape) for name, shape in shared["buffers"].items()}
 
 
 def _extra_tensor(reader: Reader, key: str) -> Tensor:

@@ -21,6 +21,7 @@ from onefold.checkpoint.copies import copied, room_for
 from onefold.checkpoint.directory import Workplace
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
+from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.plans import EntrySavePlanner
 from onefold.checkpoint.storage import Writer
 from onefold.errors import CheckpointError, OnefoldError
@@ -187,7 +188,9 @@ def as_ours(attempt: Callable[[], Any], kind: type[CheckpointError] = Checkpoint
 def _workplace(session: Session, target: Path, files: Files) -> Workplace | None:
     if session.comm.rank:
         return None
-    if target.exists() and not (target / "manifest.json").exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
+    if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and is no checkpoint: give a path of its own to each checkpoint")
     return Workplace(target, files)
 

@@ -11,7 +11,7 @@ No file is ever executed or unpickled.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,25 +31,24 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from onefold.checkpoint.codec import dtype_name, dtype_of
-from onefold.checkpoint.files import BlockReader, BlockWriter, Files, write_file
+from onefold.checkpoint.files import BlockReader, BlockWriter, Files, named, write_file
+from onefold.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    SHARED,
+    VERSION,
+    FileRecord,
+    Manifest,
+    file_of,
+    manifest_text,
+    read_manifest,
+    understood,
+)
 from onefold.checkpoint.plans import flat_index
 from onefold.errors import CheckpointError
 
-FORMAT, VERSION = "onefold checkpoint", 1
-MANIFEST, SHARED = "manifest.json", "checkpoint.json"
-
 Progress = Callable[[int], None]
 """Told how many more bytes are done."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file of the checkpoint, in the manifest."""
-
-    name: str
-    nbytes: int
-    checksum: int | None
-    """CRC-32 of all of it; None where blocks have checksums of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,6 @@ class Place:
     file: str
     start: int
     sizes: tuple[int, ...]
-
-
-def file_of(rank: int, kind: str) -> str:
-    return f"rank-{rank:05d}.{kind}"
 
 
 class Writer(StorageWriter):
@@ -138,10 +133,10 @@ class Writer(StorageWriter):
         places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
         shared = {"format": FORMAT, "version": VERSION, **self._shared, "tensors": _index(metadata, places)}
         records.append(self._write(SHARED, json.dumps(shared).encode()))
-        files = {record.name: {"bytes": record.nbytes, "crc32": record.checksum} for record in records}
-        body = {"format": FORMAT, "version": VERSION, "saved_ns": self._shared["saved_ns"], "files": files}
-        self._write(MANIFEST, json.dumps({**body, "crc32": _checksum(body)}, indent=1).encode())
-        self._files.sync_directory(self._directory)
+        manifest = Manifest(self._shared["saved_ns"], {record.name: record for record in records})
+        self._write(MANIFEST, manifest_text(manifest))
+        with named(self._directory, "written"):
+            self._files.sync_directory(self._directory)
         self._seal()
 
     @classmethod
@@ -162,10 +157,6 @@ def _index(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[st
     return tensors
 
 
-def _checksum(body: Mapping[str, Any]) -> int:
-    return crc32(json.dumps(body, sort_keys=True).encode())
-
-
 class Reader(StorageReader):
     """Reads from a checkpoint on disk. What it gives out was checked.
 
@@ -178,11 +169,9 @@ class Reader(StorageReader):
         self._files = Files() if files is None else files
         self.progress = progress
         self._open: dict[str, BlockReader] = {}
-        manifest = read_manifest(directory)
-        self._sizes: dict[str, int] = {name: record["bytes"] for name, record in manifest["files"].items()}
-        self._sums: dict[str, int | None] = {name: record["crc32"] for name, record in manifest["files"].items()}
+        self._records = read_manifest(directory).files
         self.shared = self._json(SHARED)
-        self._metadata: Metadata = _understood(directory, lambda: self._parse(self.shared["tensors"]))
+        self._metadata: Metadata = understood(directory / SHARED, lambda: self._parse(self.shared["tensors"]))
 
     @property
     def read_bytes(self) -> int:
@@ -191,7 +180,7 @@ class Reader(StorageReader):
 
     @property
     def num_ranks(self) -> int:
-        return int(self.shared["num_ranks"])
+        return understood(self.directory / SHARED, lambda: int(self.shared["num_ranks"]))
 
     def own(self, rank: int) -> dict[str, Any]:
         """What a rank kept for itself."""
@@ -199,38 +188,41 @@ class Reader(StorageReader):
 
     def check_sizes(self) -> None:
         """Compare every file's size with the manifest."""
-        for name, size in self._sizes.items():
+        for name, record in self._records.items():
             path = self.directory / name
-            found = path.stat().st_size if path.exists() else None
-            if found != size:
+            with named(path, "read"):
+                found = path.stat().st_size if path.exists() else None
+            if found != record.nbytes:
                 raise CheckpointError(
-                    f"{path} is {'missing' if found is None else f'{found} bytes long'}, and was written with {size}"
+                    f"{path} is damaged: it {'is missing' if found is None else f'has {found} bytes'}, and was written "
+                    f"with {record.nbytes}"
                 )
 
     def verify(self) -> None:
         """Read every byte."""
         self.check_sizes()
-        for name, checksum in self._sums.items():
-            if checksum is not None:
+        for name, record in self._records.items():
+            if record.checksum is not None:
                 self._bytes(name)
             else:
                 self._data(name).verify()
 
     def _json(self, name: str) -> dict[str, Any]:
-        value = _understood(self.directory / name, lambda: json.loads(self._bytes(name)))
+        value = understood(self.directory / name, lambda: json.loads(self._bytes(name)))
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.directory / name} holds no JSON object")
         return value
 
-    def _bytes(self, name: str) -> bytes:
-        path = self.directory / name
-        if name not in self._sums:
+    def _record(self, name: str) -> FileRecord:
+        if name not in self._records:
             raise CheckpointError(f"{self.directory / MANIFEST} lists no {name}")
-        try:
+        return self._records[name]
+
+    def _bytes(self, name: str) -> bytes:
+        path, record = self.directory / name, self._record(name)
+        with named(path, "read"):
             data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if len(data) != self._sizes[name] or crc32(data) != self._sums[name]:
+        if len(data) != record.nbytes or crc32(data) != record.checksum:
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         return data
 
@@ -241,10 +233,11 @@ class Reader(StorageReader):
             dtype, shape, chunks = dtype_of(tensor["dtype"]), torch.Size(tensor["shape"]), []
             for offsets, sizes, file, start in tensor["chunks"]:
                 chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
-                nbytes = prod(sizes) * dtype.itemsize
-                if not 0 <= start <= start + nbytes <= self._sizes[file]:
+                end = start + prod(sizes) * dtype.itemsize
+                if type(start) is not int or not 0 <= start <= end <= self._records[file].nbytes:
                     raise ValueError(f"{key!r} lies outside of {file}")
                 places[MetadataIndex(key, chunks[-1].offsets)] = Place(file, start, tuple(sizes))
+            _check_covered(key, shape, chunks)
             found[key] = TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=chunks)
         return Metadata(found, storage_data=places)
 
@@ -266,8 +259,10 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            target = planner.resolve_tensor(item)
-            target.copy_(self._box(item).reshape(target.shape))
+            target, index = planner.resolve_tensor(item), item.storage_index
+            # Parts that are written and parts that are wanted are runs of the flattened tensor; so is what they share.
+            first = flat_index(item.storage_offsets, self._metadata.storage_data[index].sizes)
+            self._read(index.fqn, index.offset or torch.Size(), first, target)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -293,20 +288,6 @@ class Reader(StorageReader):
         """Names of all tensors."""
         return list(self._metadata.state_dict_metadata)
 
-    def _box(self, item: ReadItem) -> torch.Tensor:
-        """The values of a box within a stored one, 1-D if it is contiguous there."""
-        index = item.storage_index
-        sizes = self._metadata.storage_data[index].sizes
-        stored: Any = self._metadata.state_dict_metadata[index.fqn]
-        first = flat_index(item.storage_offsets, sizes)
-        last = flat_index([o + n - 1 for o, n in zip(item.storage_offsets, item.lengths, strict=True)], sizes)
-        span = torch.empty(last - first + 1, dtype=stored.properties.dtype)
-        self._read(index.fqn, index.offset or torch.Size(), first, span)
-        if span.numel() == prod(item.lengths):
-            return span
-        strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-        return span.as_strided(tuple(item.lengths), strides)
-
     def _read(self, key: str, offset: torch.Size, first: int, into: torch.Tensor) -> None:
         if into.numel():
             place = self._metadata.storage_data[MetadataIndex(key, offset)]
@@ -314,11 +295,8 @@ class Reader(StorageReader):
 
     def _data(self, name: str) -> BlockReader:
         if name not in self._open:
-            try:
-                table = self._bytes(str(Path(name).with_suffix(".sums")))
-                self._open[name] = BlockReader(self._files, self.directory / name, self._sizes[name], table)
-            except OSError as error:
-                raise CheckpointError(f"{self.directory / name} cannot be read: {error}") from error
+            table = self._bytes(str(Path(name).with_suffix(".sums")))
+            self._open[name] = BlockReader(self._files, self.directory / name, self._record(name).nbytes, table)
         return self._open[name]
 
     def close(self) -> None:
@@ -330,42 +308,22 @@ class Reader(StorageReader):
         return True
 
 
+def _check_covered(key: str, shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Each chunk has to be a run of the flattened tensor (reading relies on it), and all together the tensor."""
+    runs = []
+    for chunk in chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if min((*chunk.offsets, 0)) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"a part of {key!r} lies outside of its shape {tuple(shape)}")
+        first, last = flat_index(chunk.offsets, shape), flat_index([end - 1 for end in ends], shape)
+        if min((*chunk.sizes, 1)) < 1 or last - first + 1 != prod(chunk.sizes):
+            raise ValueError(f"a part of {key!r} is no run of elements")
+        runs.append((first, last + 1))
+    runs.sort()
+    edges = [0, *(stop for _, stop in runs)]
+    if [start for start, _ in runs] != edges[:-1] or edges[-1] != prod(shape):
+        raise ValueError(f"the parts of {key!r} do not make up its shape {tuple(shape)}")
+
+
 def _order(place: Place, item: ReadItem) -> tuple[str, int, tuple[int, ...]]:
     return place.file, place.start, tuple(item.storage_offsets)
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked by itself.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, or of a version that this one cannot read.
-    """
-    path = directory / MANIFEST
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{directory} is not a whole checkpoint: {MANIFEST} cannot be read ({error})") from error
-
-    def parse() -> dict[str, Any]:
-        body = json.loads(text)
-        checksum = body.pop("crc32")
-        if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']!r}")
-        if body["version"] > VERSION:
-            raise CheckpointError(
-                f"{directory} is of version {body['version']} of the format, and this Onefold reads up to {VERSION}"
-            )
-        names = list(body["files"])
-        if checksum != _checksum(body) or any(Path(name).name != name for name in names) or SHARED not in names:
-            raise ValueError("its checksum is wrong")
-        return dict(body)
-
-    manifest: dict[str, Any] = _understood(path, parse)
-    return manifest
-
-
-def _understood(path: Path, parse: Callable[[], Any]) -> Any:
-    try:
-        return parse()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is damaged, or no file of an Onefold checkpoint: {error!r}") from error

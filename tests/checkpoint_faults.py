@@ -1,0 +1,121 @@
+"""Owns the faults that tests put into the files of a checkpoint, and a run small enough to save a hundred times."""
+
+import errno
+import os
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.checkpoint.files import Files
+from onefold.plan import NAMED_PLANS
+
+
+class Fault(Files):
+    """The operating system, until call number `at` of one operation on a file whose name matches.
+
+    Args:
+        kind: what goes wrong: "short write", "short read", "enospc", "eio write", "eio sync", "eio read", "rename",
+            "end" or "remove".
+        name: a part of the names that it happens to.
+        at: which of the calls it happens to, from 0 on, and all later ones.
+    """
+
+    def __init__(self, kind, name="", at=0):
+        self.kind, self.name, self.left = kind, name, at
+
+    def _strikes(self, kind, name):
+        if self.kind != kind or self.name not in os.fspath(name):
+            return False
+        self.left -= 1
+        return self.left < 0
+
+    def write(self, file, data, offset):
+        if self._strikes("short write", file.name):
+            return super().write(file, data[: max(1, len(data) // 3)], offset)
+        if self._strikes("enospc", file.name):
+            super().write(file, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._strikes("eio write", file.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(file, data, offset)
+
+    def sync(self, file):
+        if self._strikes("eio sync", file.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(file)
+
+    def read_into(self, file, data):
+        if self._strikes("eio read", file.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read_into(file, data[:1000] if self.kind == "short read" else data)
+
+    def rename(self, source, target):
+        if self._strikes("rename", target):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if self._strikes("end", target):
+            os._exit(9)
+        super().rename(source, target)
+
+    def remove_tree(self, path):
+        if self._strikes("remove", path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().remove_tree(path)
+
+
+class Small(nn.Module):
+    """A frozen weight, a buffer, and two units."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.still = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.second(torch.tanh(self.first(x)))
+
+
+class SmallRun:
+    """One rank's run; what it holds after a step depends on the step alone."""
+
+    def __init__(self, plan="zero_3", width=6, seed=0):
+        torch.manual_seed(seed)
+        self.model = onefold.shard(Small(width), NAMED_PLANS[plan])
+        self.optimizer = onefold.AdamW(self.model, lr=0.01)
+        self.step = 0
+
+    def train(self, steps=1):
+        for _ in range(steps):
+            data = torch.randn(4, 6, generator=torch.Generator().manual_seed(self.step))
+            self.model(data).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def state(self):
+        with onefold.gathered(self.model):
+            found = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        return found | {"seen": self.model.seen.clone()}
+
+    def save(self, path, **options):
+        extra = {"step": self.step, "tensor": torch.arange(5.0) + self.step}
+        return onefold.save(path, self.model, self.optimizer, extra=extra, **options)
+
+    def load(self, path, **options):
+        extra = onefold.load(path, self.model, self.optimizer, **options)
+        assert torch.equal(extra["tensor"], torch.arange(5.0) + extra["step"])
+        self.step = extra["step"]
+        return self.step
+
+
+def after(steps, plan="zero_3"):
+    """The state after some steps: what a checkpoint of them has to give."""
+    run = SmallRun(plan)
+    run.train(steps)
+    return run.state()
+
+
+def same(mine, theirs):
+    return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())

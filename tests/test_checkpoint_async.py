@@ -1,0 +1,224 @@
+"""Promise: an asynchronous save holds the moment it was asked for, whatever training does meanwhile; only what rests on
+the host makes the next update wait; saves wait for one another, and so does the end of the program."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import onefold
+from checkpoint_faults import Fault, Small, SmallRun, after, same
+from onefold.checkpoint.files import Files
+from onefold.errors import CheckpointError
+from onefold.plan import NAMED_PLANS
+from onefold.session import session_of
+
+FP16 = onefold.Precision(params="fp16", loss_scale=onefold.DynamicLossScale(initial=2.0**8, window=2))
+BF16 = onefold.Precision(params="bf16")
+WAYS = {
+    "zero_0": ("zero_0", onefold.Precision(), {}),
+    "zero_3 in bf16": ("zero_3", BF16, {}),
+    "zero_3 in fp16": ("zero_3", FP16, {}),
+    "offload": ("offload", onefold.Precision(), {}),
+    "offload in bf16": ("offload", BF16, {}),
+    "offload, delayed, in fp16": ("offload", FP16, {"delayed": True, "delay_after": 1}),
+    "offload_3 in fp16": ("offload_3", FP16, {}),
+}
+ON_HOST = {"offload", "offload_3"}
+
+
+class Gated(Files):
+    """Writes only once `gate` is open. Puts down, in order, what is created and renamed."""
+
+    def __init__(self, log):
+        self.gate, self._log = threading.Event(), log
+
+    def create(self, path):
+        self._log.append(("create", path.name))
+        return super().create(path)
+
+    def write(self, file, data, offset):
+        self.gate.wait()
+        return super().write(file, data, offset)
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self._log.append(("rename", target.name))
+
+
+class WayRun(SmallRun):
+    def __init__(self, way, seed=0):
+        plan, precision, options = WAYS[way]
+        torch.manual_seed(seed)
+        self.model = onefold.shard(Small(), NAMED_PLANS[plan], precision=precision)
+        self.optimizer = onefold.AdamW(self.model, lr=0.01, eps=1e-4, **options)
+        self.step = 0
+
+    def backward(self):
+        self.model(torch.randn(4, 6)).float().square().mean().backward()
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+
+def opening(waits, gate):
+    """The same waits, each of which opens the gate first; whoever does not call them finds it closed."""
+
+    def opened(wait):
+        return lambda: (gate.set(), wait())
+
+    return [opened(wait) for wait in waits]
+
+
+def save_beside(rank, num_ranks, directory, way):
+    """Saves the same moment at once and beside a step that goes on meanwhile; returns what was seen."""
+    run, files = WayRun(way), Gated([])
+    for _ in range(3):
+        run.backward()
+        run.update()
+    run.save(directory / "at once")
+    saving = run.save(directory / "beside", asynchronous=True, files=files)
+    session = session_of(run.model, "a test")
+    session.readers[:] = opening(session.readers, files.gate)
+    run.backward()
+    open_before = files.gate.is_set()
+    run.update()  # hangs if it waits without need
+    open_after = files.gate.is_set()
+    if not open_after:
+        run.backward()
+        run.update()
+    was_done = saving.is_done and not open_after
+    files.gate.set()
+    saving.wait()
+    return open_before, open_after, was_done
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_saved_beside_training_is_the_moment_it_was_asked_for(ranks, tmp_path, way, num_ranks):
+    for open_before, open_after, was_done in ranks(num_ranks).run(save_beside, tmp_path, way):
+        assert not open_before, "the backward pass waited for the save"
+        assert open_after == (WAYS[way][0] in ON_HOST)
+        assert not was_done
+    names = sorted(path.name for path in (tmp_path / "at once").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "beside").iterdir())
+    for name in names:
+        one, other = ((tmp_path / which / name).read_bytes() for which in ("at once", "beside"))
+        if name == "checkpoint.json":
+            one, other = (
+                {key: value for key, value in json.loads(text).items() if not key.startswith("saved_")}
+                for text in (one, other)
+            )
+        if name != "manifest.json":
+            assert one == other, name
+
+
+def save_twice(rank, num_ranks, directory):
+    """A second save while the first one is being written."""
+    run, log = SmallRun(), []
+    run.train(2)
+    first, second = Gated(log), Gated(log)
+    second.gate.set()
+    run.save(directory / "first", files=first, asynchronous=True)
+    run.train()
+    session = session_of(run.model, "a test")
+    session.saves[:] = opening(session.saves, first.gate)
+    run.save(directory / "second", files=second, asynchronous=True).wait()
+    other, found = SmallRun(seed=5), []
+    for name in ("first", "second"):
+        step = other.load(directory / name)
+        found.append((step, same(other.state(), after(step))))
+    return log, found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_waits_for_the_one_before(ranks, tmp_path, num_ranks):
+    for rank, (log, found) in enumerate(ranks(num_ranks).run(save_twice, tmp_path)):
+        created = [name for what, name in log if what == "create"]
+        assert created[: len(created) // 2] == created[len(created) // 2 :]  # two whole saves, one after the other
+        if rank == 0:
+            assert [name for what, name in log if what == "rename"] == ["first", "second"]
+            assert log[len(log) // 2 - 1] == ("rename", "first")
+        assert found == [(2, True), (3, True)]
+
+
+def load_while_saving(rank, num_ranks, directory):
+    run, files = SmallRun(), Gated([])
+    run.train(2)
+    run.save(directory / "step", files=files, asynchronous=True)
+    run.train()
+    session = session_of(run.model, "a test")
+    session.saves[:] = opening(session.saves, files.gate)
+    return run.load(directory / "latest"), same(run.state(), after(2))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_load_waits_for_the_save_before(ranks, tmp_path, num_ranks):
+    assert ranks(num_ranks).run(load_while_saving, tmp_path) == [(2, True)] * num_ranks
+
+
+def hear_of_failure(rank, num_ranks, directory, failing):
+    """What the next save, `wait` after it, and the save after that say of one that failed."""
+    run = SmallRun()
+    run.train()
+    files = Fault("enospc", ".data") if rank == failing else Files()
+    saving = run.save(directory / "bad", files=files, asynchronous=True)
+    with pytest.raises(CheckpointError) as next_save:
+        run.save(directory / "next", asynchronous=True)
+    saving.wait()  # it has been told
+    run.save(directory / "good", asynchronous=True).wait()
+    again = run.save(directory / "bad", files=files, asynchronous=True)
+    with pytest.raises(CheckpointError) as waiting:
+        again.wait()
+    run.save(directory / "good").wait()
+    return str(next_save.value), str(waiting.value)
+
+
+@pytest.mark.parametrize(("failing", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_a_failure_is_told_once_by_wait_or_by_the_next_save(ranks, tmp_path, failing, num_ranks):
+    for messages in ranks(num_ranks).run(hear_of_failure, tmp_path, failing):
+        for message in messages:
+            assert "the checkpoint 'bad' was not written" in message
+            assert f"rank-{failing:05d}.data" in message
+            assert "No space left on device" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
+
+
+PROGRAM = """
+import sys, threading
+sys.path[:0] = {path!r}
+from checkpoint_faults import SmallRun
+from onefold.checkpoint.files import Files
+
+class AfterTheEnd(Files):
+    def write(self, file, data, offset):
+        threading.main_thread().join()
+        return super().write(file, data, offset)
+
+run = SmallRun({plan!r})
+run.train(2)
+run.save({target!r}, asynchronous=True, files=AfterTheEnd())
+print("the end")
+"""
+
+
+def load_it(rank, num_ranks, directory, plan):
+    run = SmallRun(plan, seed=5)
+    return run.load(directory / "latest"), same(run.state(), after(2, plan))
+
+
+@pytest.mark.parametrize("plan", ["zero_3", "offload"])
+def test_the_end_of_the_program_waits_for_a_save(ranks, tmp_path, plan):
+    path = [str(Path(__file__).parent), str(Path(onefold.__file__).parent.parent)]
+    program = PROGRAM.format(path=path, plan=plan, target=str(tmp_path / "step-2"))
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr
+    assert ranks(1).run(load_it, tmp_path, plan) == [(2, True)]

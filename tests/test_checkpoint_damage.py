@@ -1,0 +1,252 @@
+"""Promise: whatever has happened to the files of a checkpoint, or whoever made them, `load` gives what was saved or an
+error that names the file, and `latest` falls back to the checkpoint before."""
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from zlib import crc32
+
+import pytest
+import torch
+
+import onefold
+from checkpoint_faults import SmallRun, after, same
+from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
+from onefold.errors import CheckpointError
+
+
+def flip(place):
+    def damage(data):
+        at = int(place * (len(data) - 1))
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return damage
+
+
+WAYS = {
+    "missing": None,
+    "first bit": flip(0.0),
+    "middle bit": flip(0.5),
+    "last bit": flip(1.0),
+    "truncated": lambda data: data[:-1],
+    "emptied": lambda data: b"",
+    "grown": lambda data: data + b"\0",
+    "of the one before": "step-2",
+}
+
+
+def save_both(rank, num_ranks, directory):
+    """Saves steps 2 and 3."""
+    run = SmallRun()
+    for step in (2, 3):
+        run.train(step - run.step)
+        torch.rand(1)
+        run.save(directory / f"step-{step}")
+
+
+def harm(directory, name, way):
+    path = directory / "step-3" / name
+    if way == "missing":
+        path.unlink()
+    elif way == "of the one before":
+        shutil.copy(directory / "step-2" / name, path)
+    else:
+        path.write_bytes(WAYS[way](path.read_bytes()))
+
+
+def load_each(rank, num_ranks, directory, cases):
+    """Loads `step-3` and `latest` of every directory; returns what does not hold, by case."""
+    run, wrong = SmallRun(seed=5), []
+    want = {step: after(step) for step in (2, 3)}
+    passed = logging.Handler()
+    passed.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("onefold").addHandler(passed)
+    for case, name, harmless in cases:
+        records, place = [], directory / case
+        try:
+            run.load(place / "step-3")
+            if not (harmless and same(run.state(), want[3])):
+                wrong.append(f"{case}: loaded")
+        except CheckpointError as error:
+            if harmless or str(place / "step-3" / name) not in str(error):
+                wrong.append(f"{case}: {error}")
+        except Exception as error:
+            wrong.append(f"{case}: {error!r}")
+        step = run.load(place / "latest")
+        if step != (3 if harmless else 2) or not same(run.state(), want[step]):
+            wrong.append(f"{case}: latest is {step}")
+        is_told = any("step-3 (" in record and name in record for record in records)
+        if rank == 0 and not (harmless or is_told or case == f"{MANIFEST} of the one before"):
+            wrong.append(f"{case}: the log says {records}")
+    logging.getLogger("onefold").removeHandler(passed)
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_damage_to_any_file_is_told_and_the_checkpoint_before_is_taken(ranks, tmp_path, num_ranks):
+    ranks(2).run(save_both, tmp_path / "whole")
+    cases = []
+    for name in sorted(path.name for path in (tmp_path / "whole" / "step-3").iterdir()):
+        for way in WAYS:
+            case = f"{name} {way}"
+            shutil.copytree(tmp_path / "whole", tmp_path / case)
+            harm(tmp_path / case, name, way)
+            # One rank has no use for what the other kept for itself, and does not read it.
+            unread = num_ranks == 1 and name == "rank-00001.json"
+            sizes = {(tmp_path / which / "step-3" / name) for which in ("whole", case)}
+            same_size = all(path.exists() for path in sizes) and len({path.stat().st_size for path in sizes}) == 1
+            # That manifest is whole, and of the same moment as the checkpoint before, but the rest is not of it.
+            blamed = SHARED if case == f"{MANIFEST} of the one before" else name
+            cases.append((case, blamed, unread and same_size))
+    assert len(cases) == 8 * len(WAYS)
+    for wrong in ranks(num_ranks).run(load_each, tmp_path, cases, timeout_s=300):
+        assert not wrong, "\n".join(wrong)
+
+
+def forge(checkpoint, name, text):
+    """Put a file in place of one, and into the manifest, as somebody would who knows how."""
+    (checkpoint / name).write_bytes(text)
+    manifest = read_manifest(checkpoint)
+    record = replace(manifest.files[name], nbytes=len(text), checksum=crc32(text))
+    (checkpoint / MANIFEST).write_bytes(
+        manifest_text(Manifest(manifest.saved_ns, {**manifest.files, record.name: record}))
+    )
+
+
+NONSENSE = (None, [], {}, 7, -1, "x", 10**30, 0.5, [[]], {"$": "tuple"}, {"$": 1}, {"a": {"b": 1}}, {"a": 1})
+DEEP = b'{"tensors": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+WEIGHT = "model.first.weight"
+
+
+def last_part(values):
+    """Puts other parts in place of the last of a weight's."""
+
+    def change(tensors):
+        chunks = tensors[WEIGHT]["chunks"]
+        tensors[WEIGHT]["chunks"] = chunks[:-1] + values(*chunks[-1])
+
+    return change
+
+
+def extra(**fields):
+    return lambda tensors: tensors["extra.0"].update(fields)
+
+
+FORGED_TENSORS = {
+    "huge shape": extra(shape=[10**12]),
+    "huge number": extra(shape=[10**30]),
+    "huge product": extra(shape=[2**40, 2**40]),
+    "negative shape": extra(shape=[-5]),
+    "fraction of a shape": extra(shape=[5.5]),
+    "shape of words": extra(shape="five"),
+    "no shape": extra(shape=None),
+    "no parts": extra(chunks=[]),
+    "parts of words": extra(chunks=["abcd"]),
+    "unknown dtype": extra(dtype="float33"),
+    "no dtype": extra(dtype="nn"),
+    "not even a name": extra(dtype=7),
+    "wider dtype": extra(dtype="complex128"),
+    "overlap": last_part(lambda offsets, *rest: [[[offsets[0] - 1, 0], *rest]]),
+    "gap": last_part(lambda *part: []),
+    "twice": last_part(lambda *part: [part, part]),
+    "outside of the shape": last_part(lambda offsets, *rest: [[[60, 0], *rest]]),
+    "before the shape": last_part(lambda offsets, *rest: [[[-3, 0], *rest]]),
+    "outside of the file": last_part(lambda *part: [[*part[:3], 10**9]]),
+    "before the file": last_part(lambda *part: [[*part[:3], -4]]),
+    "between bytes": last_part(lambda *part: [[*part[:3], 0.5]]),
+    "another directory": last_part(lambda *part: [[*part[:2], "../step-2/rank-00001.data", part[3]]]),
+    "no data file": last_part(lambda *part: [[*part[:2], "checkpoint.json", 0]]),
+    "other dims": last_part(lambda offsets, *rest: [[[3], *rest]]),
+    "sizes of nothing": last_part(lambda offsets, sizes, *rest: [[offsets, sizes, *rest], [offsets, [0, 6], *rest]]),
+    "no run": lambda tensors: tensors[WEIGHT].update(
+        chunks=[[[0, 0], [6, 3], "rank-00000.data", 0], [[0, 3], [6, 3], "rank-00000.data", 72]]
+    ),
+}
+
+
+def load_forged(rank, num_ranks, directory, whole):
+    """Loads a checkpoint with each forgery; returns those that gave anything but what was saved or our error."""
+    run, wrong, refused = SmallRun(seed=5), [], set()
+    want = after(3)
+
+    def attempt(case, place, file, must_fail=False):
+        try:
+            onefold.load(place, run.model, run.optimizer)
+            if must_fail or not same(run.state(), want):
+                wrong.append(f"{case}: loaded")
+        except CheckpointError as error:
+            refused.add(case)
+            if str(place / file) not in str(error) and str(place) + " " not in str(error):
+                wrong.append(f"{case}: does not name {file}: {error}")
+        except Exception as error:
+            wrong.append(f"{case}: {error!r}")
+
+    shared = json.loads((whole / SHARED).read_bytes())
+    own = json.loads((whole / "rank-00000.json").read_bytes())
+    for file, text, prefix in ((SHARED, shared, "shared"), ("rank-00000.json", own, "own")):
+        for key in text:
+            for number, value in enumerate((..., *NONSENSE)):
+                case = f"{prefix} {key} {value!r}"
+                place = shutil.copytree(whole, directory / f"{prefix}-{key}-{number}")
+                forged = {k: v for k, v in text.items() if k != key} | ({} if value is ... else {key: value})
+                forge(place, file, json.dumps(forged).encode())
+                attempt(case, place, file)
+                shutil.rmtree(place)
+    for case, change in FORGED_TENSORS.items():
+        place = shutil.copytree(whole, directory / case)
+        tensors = json.loads(json.dumps(shared["tensors"]))
+        change(tensors)
+        forge(place, SHARED, json.dumps({**shared, "tensors": tensors}).encode())
+        attempt(case, place, SHARED, must_fail=True)
+    for number, text in enumerate((b"", b"[]", b"7", b"null", b"nonsense", b"\xff\xfe", DEEP, b"9" * 5000)):
+        place = shutil.copytree(whole, directory / f"text-{number}")
+        forge(place, SHARED, text)
+        attempt(f"text {text[:20]}", place, SHARED, must_fail=True)
+        place = shutil.copytree(whole, directory / f"manifest-{number}")
+        (place / MANIFEST).write_bytes(text)
+        attempt(f"manifest {text[:20]}", place, MANIFEST, must_fail=True)
+    return wrong, len(refused)
+
+
+def test_a_forged_checkpoint_loads_as_what_it_says_or_is_refused_by_file(ranks, tmp_path):
+    ranks(2).run(save_both, tmp_path)
+    wrong, refused = ranks(1).run(load_forged, tmp_path / "forged", tmp_path / "step-3", timeout_s=300)[0]
+    assert not wrong, "\n".join(wrong)
+    assert refused > 100
+
+
+FORGED_RECORDS = {
+    "name outside": lambda files: files.update({"../secret": files[SHARED]}),
+    "absolute name": lambda files: files.update({"/etc/passwd": files[SHARED]}),
+    "parent": lambda files: files.update({"..": files[SHARED]}),
+    "no name": lambda files: files.update({"": files[SHARED]}),
+    "zero in a name": lambda files: files.update({"a\0b": files[SHARED]}),
+    "odd name": lambda files: files.update({"rank-0000a.data": files[SHARED]}),
+    "size of words": lambda files: files[SHARED].update(bytes="many"),
+    "negative size": lambda files: files[SHARED].update(bytes=-1),
+    "huge size": lambda files: files[SHARED].update(bytes=10**30),
+    "fractional size": lambda files: files[SHARED].update(bytes=1.5),
+    "no size": lambda files: files[SHARED].pop("bytes"),
+    "no sum": lambda files: files[SHARED].update(crc32=None),
+    "sum of words": lambda files: files[SHARED].update(crc32="x"),
+    "no file": lambda files: files.pop(SHARED),
+    "no data": lambda files: files.pop("rank-00001.data"),
+    "no sums": lambda files: files.pop("rank-00001.sums"),
+    "huge data": lambda files: files["rank-00001.data"].update(bytes=10**15),
+    "record of words": lambda files: files.update({SHARED: "x"}),
+}
+
+
+def test_a_forged_manifest_is_refused(ranks, tmp_path):
+    ranks(2).run(save_both, tmp_path / "whole")
+    for case, change in FORGED_RECORDS.items():
+        shutil.copytree(tmp_path / "whole", tmp_path / case)
+        path = tmp_path / case / "step-3" / MANIFEST
+        body = json.loads(path.read_bytes())
+        body.pop("crc32")
+        change(body["files"])
+        checksum = crc32(json.dumps(body, sort_keys=True).encode())
+        path.write_bytes(json.dumps({**body, "crc32": checksum}).encode())
+    (wrong,) = ranks(1).run(load_each, tmp_path, [(case, "", False) for case in FORGED_RECORDS])
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,104 @@
+"""Promise: killed at any instant while it saves, a run finds its newest whole checkpoint again, equal to what was
+saved, and nothing that was left half done stays for ever."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from checkpoint_faults import SmallRun, same
+from onefold.checkpoint.storage import Reader
+
+SEED = 20
+
+
+def train_and_save(directory, told, asynchronous):
+    """Goes on from the newest checkpoint and saves after every step, until it is killed.
+
+    Writes the number of each step whose checkpoint is there into the pipe `told`, 4 bytes each.
+    """
+    run = SmallRun()
+    if any(not path.name.startswith(".") for path in directory.iterdir()):
+        run.load(directory / "latest")
+    os.write(told, run.step.to_bytes(4))
+    while True:
+        run.train()
+        name = "last" if run.step % 2 else f"step-{run.step}"  # every other one replaces one
+        saving = run.save(directory / name, keep_last=3, asynchronous=asynchronous)
+        if asynchronous:
+            run.train()
+            saving.wait()
+            os.write(told, (run.step - 1).to_bytes(4))
+        else:
+            os.write(told, run.step.to_bytes(4))
+
+
+def killed_after(seconds, directory, asynchronous):
+    """The last step that a process told before it was killed; it had so many seconds from its start of training on."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            train_and_save(directory, writes, asynchronous)
+        finally:
+            os._exit(1)
+    os.close(writes)
+    told = os.read(reads, 4)  # it has started
+    if told:
+        time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert os.WTERMSIG(status) == signal.SIGKILL, f"it ended by itself: {status}"
+    while more := os.read(reads, 4096):
+        told = more[-4:]
+    os.close(reads)
+    return int.from_bytes(told)
+
+
+def seconds_of_a_save(directory):
+    run = SmallRun()
+    run.save(directory / "warm")
+    begun = time.perf_counter()
+    for _ in range(3):
+        run.save(directory / "warm")
+    return (time.perf_counter() - begun) / 3
+
+
+def kill_again_and_again(rank, num_ranks, directory, kills, asynchronous):
+    span = 3 * seconds_of_a_save(directory / "timed")
+    draw, wrong, leftovers = random.Random(SEED), [], 0
+    place = directory / "saves"
+    place.mkdir()
+    reference, other = SmallRun(), SmallRun(seed=5)
+    states = {0: reference.state()}
+    for number in range(kills):
+        told = killed_after(draw.uniform(0, span), place, asynchronous)
+        leftovers += any(path.name.startswith(".") for path in place.iterdir())
+        if told == 0 and not any(path.name.startswith(("last", "step")) for path in place.iterdir()):
+            continue
+        found = other.load(place / "latest")
+        while reference.step < found:
+            reference.train()
+            states[reference.step] = reference.state()
+        if found < told:
+            wrong.append(f"kill {number}: found step {found}, and {told} was there")
+        if not same(other.state(), states[found]):
+            wrong.append(f"kill {number}: step {found} is not what was saved")
+    other.save(place / "end")
+    for path in place.iterdir():
+        Reader(path).verify()
+    return wrong, leftovers, other.step, sorted(path.name for path in place.iterdir() if path.name.startswith("."))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside"])
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_kills_while_saving_lose_nothing_and_leave_nothing(ranks, tmp_path, kills, asynchronous):
+    print(f"seed {SEED}")
+    results = ranks(1).run(kill_again_and_again, tmp_path, kills, asynchronous, timeout_s=100 + 5 * kills)
+    wrong, leftovers, steps, hidden = results[0]
+    assert not wrong, "\n".join(wrong)
+    assert leftovers, "no kill hit a save: the promise was not tried"
+    assert steps > 0
+    assert not hidden

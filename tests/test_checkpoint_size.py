@@ -1,0 +1,135 @@
+"""Promise: a checkpoint is as big as what is in it; each rank writes and reads its share; and neither takes more memory
+beside the run than a unit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import onefold
+from onefold.checkpoint.entries import kept_entries
+from onefold.checkpoint.files import BLOCK_BYTES, Files
+from onefold.plan import NAMED_PLANS
+from onefold.session import session_of
+
+WIDTH, DEPTH = 724, 8
+NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)  # 4.2 million
+ADAM_BYTES = 12
+"""Of a parameter in a checkpoint: exact weight and two averages."""
+
+
+class Counting(Files):
+    """Counts the bytes of data files that are read and written."""
+
+    def __init__(self):
+        self.read = self.written = 0
+
+    def read_into(self, file, data):
+        count = super().read_into(file, data)
+        self.read += count
+        return count
+
+    def write(self, file, data, offset):
+        count = super().write(file, data, offset)
+        self.written += count if file.name.endswith(".data") else 0
+        return count
+
+
+def made(plan, precision="fp32"):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    options = {} if precision == "fp32" else {"precision": onefold.Precision(params=precision)}
+    model = onefold.shard(model, NAMED_PLANS[plan], **options)
+    return model, onefold.AdamW(model)
+
+
+def save_one(rank, num_ranks, path, plan, precision):
+    files = Counting()
+    onefold.save(path, *made(plan, precision), files=files, extra={"step": 1})
+    return files.written
+
+
+def load_one(rank, num_ranks, path, plan):
+    """Bytes read of data files, bytes wanted, and the number of ranges that they lie in."""
+    model, optimizer = made(plan)
+    files = Counting()
+    onefold.load(path, model, optimizer, files=files)
+    entries = list(kept_entries(session_of(model, "a test"), optimizer, None))
+    wanted = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
+    return files.read, wanted, len(entries)
+
+
+@pytest.mark.parametrize(
+    ("save_ranks", "plan", "precision", "load_ranks", "load_plan"),
+    [(2, "zero_3", "fp32", 3, "zero_3"), (3, "zero_0", "bf16", 2, "zero_3"), (1, "offload", "fp32", 3, "offload_3")],
+)
+def test_a_checkpoint_has_no_more_bytes_than_it_needs(
+    ranks, tmp_path, save_ranks, plan, precision, load_ranks, load_plan
+):
+    path, total = tmp_path / "it", NUMEL * ADAM_BYTES
+    written = ranks(save_ranks).run(save_one, path, plan, precision)
+    assert sum(written) == total
+    assert max(written) <= 1.05 * total / save_ranks
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 1.01 * total
+    found = ranks(load_ranks).run(load_one, path, load_plan)
+    for read, wanted, ranges in found:
+        parts = ranges * min(save_ranks, 2)  # a range may begin in one rank's file and end in the next one's
+        assert wanted <= read <= wanted + 2 * BLOCK_BYTES * parts
+        assert wanted <= 1.05 * total / load_ranks
+
+
+PROGRAM = """
+import re, sys, torch
+sys.path.insert(0, {path!r})
+from torch import nn
+import onefold
+from onefold.plan import NAMED_PLANS
+
+def status(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def extra(attempt):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the largest size so far
+    before = status("VmRSS")
+    attempt()
+    return status("VmHWM") - before
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear({width}, {width}, bias=False) for _ in range(20)))
+model = onefold.shard(model, NAMED_PLANS[{plan!r}], precision=onefold.Precision(params={precision!r}))
+optimizer = onefold.AdamW(model)
+small = onefold.shard(nn.Linear(3, 3), onefold.ZERO_3)
+model(torch.ones(1, {width}, dtype=torch.{dtype})).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+onefold.save({target!r} + "/small", small)  # whatever is imported or made once
+onefold.load({target!r} + "/small", small)
+print(extra(lambda: onefold.save({target!r} + "/it", model, optimizer)))
+print(extra(lambda: onefold.load({target!r} + "/it", model, optimizer)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "dtype"), [("zero_3", "fp32", "float32"), ("offload", "bf16", "bfloat16")]
+)
+def test_saving_and_loading_take_no_more_memory_than_a_unit(tmp_path, plan, precision, dtype):
+    width = 1000
+    program = PROGRAM.format(
+        path=str(Path(onefold.__file__).parent.parent),
+        width=width,
+        plan=plan,
+        precision=precision,
+        dtype=dtype,
+        target=str(tmp_path),
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    saving, loading = map(int, ended.stdout.split())
+    unit = 16 * width * width
+    window = 16 * 2**20  # what is copied, checked and written at once
+    whole = 20 * width * width * ADAM_BYTES
+    print(f"saving {saving / 2**20:.1f} MiB, loading {loading / 2**20:.1f} MiB")
+    assert saving <= unit + 2 * window < whole / 4
+    assert loading <= unit + 2 * window
