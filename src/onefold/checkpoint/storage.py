@@ -178,6 +178,7 @@ class Reader(StorageReader):
         self._files = Files() if files is None else files
         self.progress = progress
         self._open: dict[str, BlockReader] = {}
+        self._read_before = 0
         manifest = read_manifest(directory)
         self._sizes: dict[str, int] = {name: record["bytes"] for name, record in manifest["files"].items()}
         self._sums: dict[str, int | None] = {name: record["crc32"] for name, record in manifest["files"].items()}
@@ -187,7 +188,7 @@ class Reader(StorageReader):
     @property
     def read_bytes(self) -> int:
         """Bytes of data files read so far."""
-        return sum(reader.read_bytes for reader in self._open.values())
+        return self._read_before + sum(reader.read_bytes for reader in self._open.values())
 
     @property
     def num_ranks(self) -> int:
@@ -322,8 +323,11 @@ class Reader(StorageReader):
         return self._open[name]
 
     def close(self) -> None:
+        """Let go of files; what is read afterwards opens them again."""
+        self._read_before = self.read_bytes
         for reader in self._open.values():
             reader.close()
+        self._open.clear()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
