@@ -222,7 +222,9 @@ def take_rest(session: Session, reader: Reader, *, scheduler: Any, loader: Any, 
             raise CheckpointError(f"{reader.directory} was saved without the state of a data loader")
         loader.load_state_dict(decode(state))
     if random_states and rank < reader.num_ranks:
-        _take_random(session.device, decode(reader.own(rank)["random"]))
+        states = decode(reader.own(rank)["random"])
+        if states is not None:  # a checkpoint that was imported has none
+            _take_random(session.device, states)
     try:
         return decode(shared["extra"], partial(_extra_tensor, reader))
     finally:
