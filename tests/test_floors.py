@@ -73,7 +73,19 @@ FLOORS = (
     ("launch", ("affinity", "start_rank", "failure", "launch", "hostfile", "variables", "nodes", "schedulers")),
     (
         "tools",
-        ("planner", "probe", "options", "request", "report", "deepspeed", "commands", "cli", "testing", "__main__"),
+        (
+            "planner",
+            "probe",
+            "options",
+            "request",
+            "report",
+            "importing",
+            "deepspeed",
+            "commands",
+            "cli",
+            "testing",
+            "__main__",
+        ),
     ),
     ("roof", ("__init__",)),
 )

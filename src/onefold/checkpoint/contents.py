@@ -42,19 +42,11 @@ def collect(
     extra: Any,
 ) -> Contents:
     """All that a run needs to go on, as this rank has it."""
-    entries, aside = list(own_entries(session, optimizer, ema)), list[Entry]()
+    entries, aside = list(own_entries(session, optimizer, ema)), Aside()
     is_first = session.comm.rank == 0
-
-    def keep(tensor: Tensor) -> str:
-        aside.append(whole_entry(f"extra.{len(aside)}", tensor.detach()))
-        return aside[-1].key
-
     schedulers = several(scheduler)
     shared = {
-        "onefold": 1,
-        "torch": torch.__version__,
-        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "saved_ns": time.time_ns(),
+        **stamp(),
         "num_ranks": session.comm.num_ranks,
         "plan": str(session.plan),
         "params": _params(session),
@@ -64,17 +56,47 @@ def collect(
         "optimizer": None if optimizer is None else _optimizer(session, optimizer),
         "has_ema": ema is not None,
         "schedulers": [encode(each.state_dict(), f"scheduler {index}") for index, each in enumerate(schedulers)],
-        "extra": encode(extra, "extra", keep) if is_first else None,
+        "extra": encode(extra, "extra", aside.keep) if is_first else None,
     }
     own = {
         "random": encode(_random_states(session.device), "random states"),
         "loader": None if loader is None else encode(loader.state_dict(), "the state of loader"),
     }
     if is_first:
-        entries += [*buffer_entries(model), *(entry for entry in aside if entry.stop)]
+        entries += [*buffer_entries(model), *aside.entries()]
         shared["files"] = _files(model)
-        shared["empty"] = {entry.key: [list(entry.shape), dtype_name(entry.dtype)] for entry in aside if not entry.stop}
+        shared["empty"] = aside.empty()
     return Contents(shared=shared, own=own, entries=entries)
+
+
+class Aside:
+    """Tensors within `extra`, which are written like all others."""
+
+    def __init__(self) -> None:
+        self._kept: list[Entry] = []
+
+    def keep(self, tensor: Tensor) -> str:
+        """Put one aside; returns its name in the checkpoint."""
+        self._kept.append(whole_entry(f"extra.{len(self._kept)}", tensor.detach()))
+        return self._kept[-1].key
+
+    def entries(self) -> list[Entry]:
+        """Those that have elements."""
+        return [entry for entry in self._kept if entry.stop]
+
+    def empty(self) -> dict[str, Any]:
+        """Shape and dtype of those that have none."""
+        return {entry.key: [list(entry.shape), dtype_name(entry.dtype)] for entry in self._kept if not entry.stop}
+
+
+def stamp() -> dict[str, Any]:
+    """By what a checkpoint is written, and when."""
+    return {
+        "onefold": 1,
+        "torch": torch.__version__,
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "saved_ns": time.time_ns(),
+    }
 
 
 def several(scheduler: Any) -> list[Any]:

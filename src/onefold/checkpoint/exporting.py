@@ -34,8 +34,8 @@ class CheckpointExport:
         self._reader = Reader(candidates(path.absolute())[0][0])
         if self._reader.shared["files"] is None:
             raise CheckpointError(
-                f"{path} holds adapters, or state that files of weights cannot hold: load it into its model and export "
-                "that"
+                f"{path} holds adapters, or state that files of weights cannot hold, or was imported: load it into its "
+                "model and export that"
             )
 
     def write(self, directory: Path, max_file_bytes: int) -> None:

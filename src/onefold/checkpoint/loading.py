@@ -100,7 +100,7 @@ class Rest:
         if self.loader is not None:
             with _taking(where, "the loader"):
                 self.loader.load_state_dict(decode(read.own["loader"]))
-        if self.random_states and read.own:
+        if self.random_states and read.own.get("random") is not None:  # a checkpoint that was imported has none
             own = where / file_of(session.comm.rank, "json")
             understood(own, lambda: _take_random(session.device, decode(read.own["random"])))
         return read.extra

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from onefold.agree import together
-from onefold.checkpoint.bar import bar
+from onefold.checkpoint.bar import Progress, bar
 from onefold.checkpoint.contents import Contents, merge_states
 from onefold.checkpoint.copies import copied, room_for
 from onefold.checkpoint.directory import Workplace
@@ -139,18 +139,36 @@ def _write(
     wishes: Wishes,
 ) -> None:
     rank = session.comm.rank
-    total = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in contents.entries)
-    with bar("saving", total, wishes.progress and rank == 0) as advance, alone_is_fine():
-        writer = Writer(
-            directory,
-            rank,
-            shared=contents.shared,
-            own=contents.own,
-            seal=seal,
-            files=wishes.files,
-            progress=advance,
-        )
+    with bar("saving", _nbytes(contents), wishes.progress and rank == 0) as advance, alone_is_fine():
+        writer = _writer(directory, rank, contents, seal, wishes.files, advance)
         dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(contents.entries), process_group=group)
+
+
+def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) -> None:
+    """Write to `target` what this process has all of, whatever other processes do.
+
+    Raises:
+        CheckpointError: it cannot be written, or what was to be written cannot be read; nothing is left of it.
+    """
+    workplace: Workplace = as_ours(lambda: _vacant(target, wishes.files))
+    try:
+        with bar(title, _nbytes(contents), wishes.progress) as advance, alone_is_fine():
+            seal = partial(workplace.commit, wishes.keep_last)
+            writer = _writer(workplace.path, 0, contents, seal, wishes.files, advance)
+            dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(contents.entries), no_dist=True)
+    except BaseException as error:
+        workplace.abandon()
+        raise failure(error, f"the checkpoint {target.name!r} was not written", 0) from error
+
+
+def _nbytes(contents: Contents) -> int:
+    return sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in contents.entries)
+
+
+def _writer(
+    directory: Path, rank: int, contents: Contents, seal: Callable[[], None], files: Files, progress: Progress
+) -> Writer:
+    return Writer(directory, rank, shared=contents.shared, own=contents.own, seal=seal, files=files, progress=progress)
 
 
 def _nothing() -> None:
@@ -186,8 +204,10 @@ def as_ours(attempt: Callable[[], Any], kind: type[CheckpointError] = Checkpoint
 
 
 def _workplace(session: Session, target: Path, files: Files) -> Workplace | None:
-    if session.comm.rank:
-        return None
+    return None if session.comm.rank else _vacant(target, files)
+
+
+def _vacant(target: Path, files: Files) -> Workplace:
     if target.is_symlink():
         raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
     if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):

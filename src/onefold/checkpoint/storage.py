@@ -169,6 +169,7 @@ class Reader(StorageReader):
         self._files = Files() if files is None else files
         self.progress = progress
         self._open: dict[str, BlockReader] = {}
+        self._read_before = 0
         self._records = read_manifest(directory).files
         self.shared = self._json(SHARED)
         self._metadata: Metadata = understood(directory / SHARED, lambda: self._parse(self.shared["tensors"]))
@@ -176,7 +177,7 @@ class Reader(StorageReader):
     @property
     def read_bytes(self) -> int:
         """Bytes of data files read so far."""
-        return sum(reader.read_bytes for reader in self._open.values())
+        return self._read_before + sum(reader.read_bytes for reader in self._open.values())
 
     @property
     def num_ranks(self) -> int:
@@ -300,8 +301,11 @@ class Reader(StorageReader):
         return self._open[name]
 
     def close(self) -> None:
+        """Let go of files; what is read afterwards opens them again."""
+        self._read_before = self.read_bytes
         for reader in self._open.values():
             reader.close()
+        self._open.clear()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
