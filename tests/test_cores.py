@@ -2,6 +2,7 @@
 nothing else of the process is bound.
 """
 
+import gc
 import os
 import threading
 
@@ -66,3 +67,19 @@ def test_the_worker_stays_on_the_cores_of_its_rank(ranks, num_ranks):
         assert cores < before or len(before) == 1
     if len(results[0][2]) >= num_ranks:
         assert not set.intersection(*(cores for _, cores, _ in results)) or num_ranks == 1
+
+
+def test_an_update_thread_ends_with_its_model():
+    def train():
+        model = onefold.shard(torch.nn.Linear(4, 4), onefold.OFFLOAD)
+        optimizer = onefold.AdamW(model)
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        return {thread for thread in threading.enumerate() if thread.name.startswith("onefold-update")}
+
+    threads = train()
+    assert threads
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()

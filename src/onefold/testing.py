@@ -37,6 +37,8 @@ _GRACE_S = 3.0
 _START_S = 120.0
 """How long a worker may take to start: importing torch on a busy machine is slow."""
 _LEAVE = b"leave"
+_RUNS_FROZEN = 20
+"""Runs after which everything that was alive at their ends is searched for garbage again."""
 """Asks a worker to take its process group down; its answer is the same."""
 
 
@@ -283,6 +285,7 @@ def _serve(rank: int, tasks: "Connection[Any, Any]", stacks: "Connection[Any, An
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     torch.set_num_threads(1)
     tasks.send_bytes(b"ready")
+    num_left = 0
     while True:
         try:
             message = tasks.recv_bytes()
@@ -291,6 +294,9 @@ def _serve(rank: int, tasks: "Connection[Any, Any]", stacks: "Connection[Any, An
         if message == _LEAVE:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            num_left += 1
+            if num_left % _RUNS_FROZEN == 0:
+                gc.unfreeze()  # what a thread still held when it was frozen would stay for ever, with all its threads
             gc.collect()  # models are cycles, and hold groups with threads of their own
             gc.freeze()  # what is left are modules; searching them again after each run would cost more than the run
             tasks.send_bytes(_LEAVE)

@@ -34,10 +34,9 @@ class Worker:
     """
 
     def __init__(self, device: torch.device, cores: Sequence[int]) -> None:
-        self._device = device
-        self._cores = cores
         self.busy_s = self.waited_s = 0.0
-        self._pool = ThreadPoolExecutor(1, "onefold-update", self._begin)
+        # The thread keeps what it begins with for life: were that bound to us, neither would ever end.
+        self._pool = ThreadPoolExecutor(1, "onefold-update", _begin, (device, cores))
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         """Queue `job`; its exception is raised where the ticket is waited with."""
@@ -60,7 +59,8 @@ class Worker:
         finally:
             self.busy_s += time.perf_counter() - start
 
-    def _begin(self) -> None:
-        bind_thread(self._cores)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+
+def _begin(device: torch.device, cores: Sequence[int]) -> None:
+    bind_thread(cores)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
