@@ -106,6 +106,7 @@ optimizer.step()
 optimizer.zero_grad()
 onefold.save({target!r} + "/small", small)  # whatever is imported or made once
 onefold.load({target!r} + "/small", small)
+onefold.measured(model, optimizer)  # waits for the update on the host, which takes pages as it first writes them
 print(extra(lambda: onefold.save({target!r} + "/it", model, optimizer)))
 print(extra(lambda: onefold.load({target!r} + "/it", model, optimizer)))
 """

@@ -37,6 +37,7 @@ from onefold.errors import CheckpointError
 from onefold.layout import Box, boxes
 
 _Place = tuple[str, torch.Size]
+_PIECE_NUMEL = 2**19
 
 
 class EntrySavePlanner(SavePlanner):
@@ -72,10 +73,17 @@ class EntrySavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """The values of one box: 1-D, where they rest."""
+        """The values of one box: 1-D."""
+        return torch.cat([piece.cpu() for piece in self.pieces(write_item)])
+
+    def pieces(self, write_item: WriteItem) -> Iterator[Tensor]:
+        """The values of one box, one small 1-D piece after another, where they rest: joining exact weights takes
+        several times a piece."""
         entry, box = self._entries[write_item.index.fqn, torch.Size(write_item.index.offset or ())]
         start = flat_index(box.offsets, entry.shape)
-        return entry.read(start, start + prod(box.sizes))
+        stop = start + prod(box.sizes)
+        for first in range(start, stop, _PIECE_NUMEL):
+            yield entry.read(first, min(first + _PIECE_NUMEL, stop))
 
 
 class EntryLoadPlanner(LoadPlanner):

@@ -44,7 +44,7 @@ from onefold.checkpoint.manifest import (
     read_manifest,
     understood,
 )
-from onefold.checkpoint.plans import flat_index
+from onefold.checkpoint.plans import EntrySavePlanner, flat_index
 from onefold.errors import CheckpointError
 
 Progress = Callable[[int], None]
@@ -101,15 +101,18 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not isinstance(planner, EntrySavePlanner):
+            raise TypeError(f"{type(planner).__name__} gives whole tensors; write with an EntrySavePlanner")
         name = file_of(self._rank, "data")
         writer, results = BlockWriter(self._files, self._directory / name), []
         try:
             for item in plan.items:
-                values: Any = planner.resolve_data(item)
-                start = writer.append(values)
+                start = writer.nbytes
+                for piece in planner.pieces(item):
+                    writer.append(piece)
+                    self._progress(piece.nbytes)
                 sizes = () if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
-                results.append(self._result(item.index, Place(name, start, sizes), values.nbytes))
-                self._progress(values.nbytes)
+                results.append(self._result(item.index, Place(name, start, sizes), writer.nbytes - start))
             table = writer.finish()
         finally:
             writer.close()
