@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ _GRACE_S = 3.0
 _START_S = 120.0
 """How long a worker may take to start: importing torch on a busy machine is slow."""
 _LEAVE = b"leave"
+_MOST_THREADS = 300
 _RUNS_FROZEN = 20
 """Runs after which everything that was alive at their ends is searched for garbage again."""
 """Asks a worker to take its process group down; its answer is the same."""
@@ -120,6 +122,12 @@ class _Worker:
             text, patience_s = text + found, 0.2
         return text.decode(errors="replace")
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether runs that failed in the middle of a collective have left so many threads that it had better go."""
+        threads = Path(f"/proc/{self.process.pid}/task")
+        return threads.is_dir() and len(list(threads.iterdir())) > _MOST_THREADS
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
@@ -138,7 +146,12 @@ class Workers:
     def take(self, num_ranks: int) -> list[_Worker]:
         """The first `num_ranks` workers, all ready."""
         started = [_Worker(rank) for rank in range(len(self._workers), num_ranks)]
-        self._workers += started
+        for rank, worker in enumerate(self._workers):
+            if worker.is_worn:
+                worker.kill()
+                self._workers[rank] = _Worker(rank)
+                started.append(self._workers[rank])
+        self._workers += [worker for worker in started if worker.rank >= len(self._workers)]
         for worker in started:
             worker.ready()
         return self._workers[:num_ranks]
