@@ -89,7 +89,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         step(model, optimizer, words, number)
     session = session_of(model, "the benchmark")
     session.runtime.catch_up()
-    own = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in own_entries(session, optimizer, None))
+    own = sum(entry.nbytes for entry in own_entries(session, optimizer, None))
     link = link_seconds(own, words.device)
     stalls = []
     for _ in range(2):

@@ -8,7 +8,6 @@ whole: the old export, or the new one.
 import copy
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from onefold.naming import Named, named_tensors, written_names
 from onefold.replace import replacing
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
-from onefold.tensorfiles import Entry, write_files
+from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
 from onefold.unit import Flat, Unit
 
 _OURS = re.compile(
@@ -163,10 +162,7 @@ class _Window:
 
     def dtype_of(self, flat: Flat) -> torch.dtype:
         """The dtype in which a flat buffer's parameters are written."""
-        own = flat.weight.dtype
-        if self._dtype is None or not own.is_floating_point or own.itemsize == 1:
-            return own
-        return self._dtype
+        return written_dtype(flat.weight.dtype, self._dtype)
 
     def take(self, unit: Unit, flat: Flat, slot: int) -> Tensor:
         """One parameter, whole; valid until the next is taken. Every rank takes the same ones in the same order."""
@@ -241,12 +237,9 @@ def _save_config(model: Any, entries: Sequence[Entry], directory: Path) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-    sizes: Counter[torch.dtype] = Counter()
-    for entry in entries:
-        sizes[entry.dtype] += entry.nbytes if entry.dtype.is_floating_point else 0
     path = directory / "config.json"
     written = json.loads(path.read_text(encoding="utf-8"))
-    written["dtype"] = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+    written["dtype"] = prevailing_dtype(entries)
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ and checked, and read, by the safetensors package.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +60,19 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+def written_dtype(own: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter of dtype `own` is written: `chosen`, but for those that have to keep their own."""
+    return own if chosen is None or not own.is_floating_point or own.itemsize == 1 else chosen
+
+
+def prevailing_dtype(entries: Sequence[Entry]) -> str:
+    """The name of the floating-point dtype that most bytes have, which a configuration names as the model's."""
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += entry.nbytes if entry.dtype.is_floating_point else 0
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
 
 def write_files(directory: Path, entries: Sequence[Entry], max_file_bytes: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from onefold.buffer import SplitMaster
 from onefold.checkpoint.codec import dtype_name, encode
-from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, persistent_buffers, updates_of, whole_entry
+from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, param_names, persistent_buffers, whole_entry
 from onefold.ema import EMA
 from onefold.errors import WeightsError
 from onefold.naming import named_tensors, written_names
@@ -147,12 +147,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
-    names = {
-        id(param): name
-        for unit in session.runtime.units
-        for flat in unit.flats
-        for name, param in zip(flat.names, flat.params, strict=True)
-    }
+    names = param_names(session)
     groups = [
         {
             "params": [names[id(param)] for param in group["params"]],
@@ -162,7 +157,7 @@ def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
     ]
     scalars: dict[str, Any] = {}
     states: dict[str, list[str]] = {}
-    for update in updates_of(optimizer).values():
+    for update in optimizer.updates:
         for slot, values in update.scalars().items():
             name = update.flat.names[slot]
             scalars[name] = encode(values, f"the state of {name!r}")

@@ -1,12 +1,12 @@
 """Owns the copies that an asynchronous save makes before training goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.entries import Entry
+from onefold.checkpoint.entries import Entry, part_reader
 from onefold.tier import pinned
 
 _ALIGN_BYTES = 64
@@ -31,20 +31,15 @@ def copied(entries: Sequence[Entry], device: torch.device, room: Tensor) -> list
         if size == 0:
             made.append(entry)
             continue
-        nbytes = (entry.stop - entry.start) * entry.dtype.itemsize
-        copy = room[start : start + nbytes].view(entry.dtype)
+        copy = room[start : start + entry.nbytes].view(entry.dtype)
         copy.copy_(entry.read(entry.start, entry.stop), non_blocking=True)
-        made.append(replace(entry, read=_reader(copy, entry.start)))
+        made.append(replace(entry, read=part_reader(copy, entry.start)))
         start += size
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return made
 
 
-def _reader(copy: Tensor, first: int) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: copy[start - first : stop - first]
-
-
 def _room_of(entry: Entry) -> int:
-    nbytes = 0 if entry.is_still else (entry.stop - entry.start) * entry.dtype.itemsize
+    nbytes = 0 if entry.is_still else entry.nbytes
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

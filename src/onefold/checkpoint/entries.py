@@ -9,8 +9,8 @@ a rank reads every element that it updates. Both are ranges of flattened paramet
 Where a plan keeps more, it comes from the other ranks as after an update.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -41,6 +41,10 @@ class Entry:
     is_still: bool
     """Whether the memory behind it stays as it is until the optimizer's next step: it rests on the host."""
 
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
 
 def own_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
     """What this rank writes: its shard of everything."""
@@ -49,7 +53,7 @@ def own_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) 
         where = flat.layout.slots[slot]
         start, stop = max(entry.start, low - where.start), min(entry.stop, high - where.start)
         if start < stop:
-            yield _between(entry, start, stop)
+            yield replace(entry, start=start, stop=stop)
 
 
 def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
@@ -98,27 +102,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def updates_of(optimizer: Optimizer | None) -> Mapping[int, FlatUpdate]:
-    """The optimizer's updates, by the id of their flat buffer."""
-    return {} if optimizer is None else {id(update.flat): update for update in optimizer.updates}
-
-
-def _between(entry: Entry, start: int, stop: int) -> Entry:
-    return Entry(
-        key=entry.key,
-        shape=entry.shape,
-        dtype=entry.dtype,
-        start=start,
-        stop=stop,
-        read=entry.read,
-        write=entry.write,
-        is_still=entry.is_still,
-    )
+def param_names(session: Session) -> dict[int, str]:
+    """The names of parameters, by their ids."""
+    flats = [flat for unit in session.runtime.units for flat in unit.flats]
+    return {id(param): name for flat in flats for name, param in zip(flat.names, flat.params, strict=True)}
 
 
 def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[tuple[Flat, Entry, int]]:
     """Flat buffer, entry and slot of everything that this rank updates, unit by unit."""
-    updates = updates_of(optimizer)
+    updates = {} if optimizer is None else {id(update.flat): update for update in optimizer.updates}
     averages = {} if ema is None else {id(flat): average for flat, average in ema.averages}
     for flat in (flat for unit in session.runtime.units for flat in unit.flats):
         for slot, entry in _weights(session, flat):
@@ -166,7 +158,7 @@ def _states(update: FlatUpdate) -> Iterator[tuple[int, Entry]]:
                 dtype=part.tensor.dtype,
                 start=part.first,
                 stop=part.first + part.tensor.numel(),
-                read=_reader(part.tensor, part.first),
+                read=part_reader(part.tensor, part.first),
                 write=_writer(part.tensor, part.first),
                 is_still=update.tier == Tier.HOST,
             ),
@@ -184,7 +176,7 @@ def _averages(flat: Flat, trained: Trained, average: Tensor) -> Iterator[tuple[i
                 dtype=average.dtype,
                 start=piece.slot_start,
                 stop=piece.slot_start + piece.numel,
-                read=_reader(part, piece.slot_start),
+                read=part_reader(part, piece.slot_start),
                 write=_writer(part, piece.slot_start),
                 is_still=trained.rest.tier == Tier.HOST,
             ),
@@ -203,7 +195,8 @@ def _master_writer(master: Master, offset: int) -> Callable[[int, Tensor], None]
     return write
 
 
-def _reader(tensor: Tensor, first: int) -> Callable[[int, int], Tensor]:
+def part_reader(tensor: Tensor, first: int) -> Callable[[int, int], Tensor]:
+    """Reads elements of a tensor of which `tensor` (1-D) holds those from `first` on."""
     return lambda start, stop: tensor[start - first : stop - first]
 
 

@@ -13,7 +13,7 @@ from onefold.checkpoint.directory import candidates
 from onefold.checkpoint.storage import Reader
 from onefold.dtypes import Precision, split
 from onefold.errors import CheckpointError
-from onefold.tensorfiles import Entry, write_files
+from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
 
 
 class CheckpointExport:
@@ -47,10 +47,7 @@ class CheckpointExport:
             self._reader.close()
         for name, values in self._reader.shared["files"]["configs"].items():
             if name == "config.json":
-                floating = [entry for entry in entries if entry.dtype.is_floating_point]
-                largest = max(floating, key=lambda entry: entry.nbytes, default=None)
-                if largest is not None:
-                    values = {**values, "dtype": str(largest.dtype).removeprefix("torch.")}
+                values = {**values, "dtype": prevailing_dtype(entries)}
             text = json.dumps(values, indent=2, sort_keys=True) + "\n"
             (directory / name).write_text(text, encoding="utf-8")
 
@@ -58,8 +55,7 @@ class CheckpointExport:
         shared = self._reader.shared
         entries = []
         for name, saved in shared["params"].items():
-            own = dtype_of(saved["dtype"])
-            dtype = self._dtype if self._dtype is not None and own.is_floating_point and own.itemsize > 1 else own
+            dtype = written_dtype(dtype_of(saved["dtype"]), self._dtype)
             for written in shared["files"]["names"].get(name, ()):
                 load = partial(self._param, name, saved, dtype)
                 entries.append(Entry(name=written, shape=tuple(saved["shape"]), dtype=dtype, load=load))

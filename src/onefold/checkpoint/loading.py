@@ -20,7 +20,7 @@ from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
 from onefold.checkpoint.contents import several
 from onefold.checkpoint.directory import candidates
-from onefold.checkpoint.entries import buffer_entries, kept_entries, persistent_buffers, updates_of
+from onefold.checkpoint.entries import buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import SHARED, file_of, understood
 from onefold.checkpoint.plans import EntryLoadPlanner
@@ -151,7 +151,7 @@ class Job:
 
     def _tensors(self, reader: Reader) -> None:
         entries = [*kept_entries(self._session, self._optimizer, self._ema), *buffer_entries(self._model)]
-        total = sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
+        total = sum(entry.nbytes for entry in entries)
         path, comm = reader.directory, self._session.comm
         with bar(f"loading {path.name}", total, self._progress and comm.rank == 0) as advance:
             reader.progress = advance
@@ -232,7 +232,7 @@ class Job:
         if self._optimizer is None:
             return []
         hyper_of = {name: decode(group["hyper"]) for group in saved["groups"] for name in group["params"]}
-        names = self._names()
+        names = param_names(self._session)
         found = []
         for index, group in enumerate(self._optimizer.param_groups):
             theirs = [hyper_of.get(names[id(param)]) for param in group["params"]]
@@ -247,17 +247,13 @@ class Job:
             found.append((theirs[0] if theirs else None) or {})
         return found
 
-    def _names(self) -> dict[int, str]:
-        flats = [flat for unit in self._session.runtime.units for flat in unit.flats]
-        return {id(param): name for flat in flats for name, param in zip(flat.names, flat.params, strict=True)}
-
     def _take_optimizer(self, shared: Mapping[str, Any]) -> None:
         if self._optimizer is None:
             return
         saved = shared["optimizer"]
         for group, hyper in zip(self._optimizer.param_groups, self._hyper_parameters(saved, Path()), strict=True):
             group.update(hyper)
-        for update in updates_of(self._optimizer).values():
+        for update in self._optimizer.updates:
             names = enumerate(update.flat.names)
             scalars = {slot: decode(saved["scalars"][name]) for slot, name in names if name in saved["scalars"]}
             update.take_scalars(scalars)

@@ -162,7 +162,7 @@ def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) ->
 
 
 def _nbytes(contents: Contents) -> int:
-    return sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in contents.entries)
+    return sum(entry.nbytes for entry in contents.entries)
 
 
 def _writer(
