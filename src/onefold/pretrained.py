@@ -19,7 +19,7 @@ from onefold.layout import boxes
 from onefold.naming import Matching, Named, named_tensors
 from onefold.session import Session, session_of
 from onefold.tensorfiles import Stored, StoredTensors
-from onefold.unit import Flat, Unit
+from onefold.unit import Flat
 
 _SHOWN = 5
 
@@ -67,7 +67,7 @@ def load_pretrained(model: nn.Module, directory: "str | Path", *, strict: bool =
                 for flat in unit.flats:
                     _read_flat(flat, names, files, session)
                 meet()
-                _spread(unit, session)
+                unit.show_stored(unit.flats)
             for named, name in matching.pairs:
                 if not named.is_param:
                     _read_buffer(named.tensor, name, files)
@@ -124,15 +124,6 @@ def _fill(values: Tensor, start: int, flat: Flat, names: Mapping[int, str], file
             part = files.read(name, box).reshape(-1)
             values[at : at + part.numel()].copy_(part)
             at += part.numel()
-
-
-def _spread(unit: Unit, session: Session) -> None:
-    """Bring what was read to wherever it is used, as after an update."""
-    for flat in unit.flats:
-        unit.spread(flat, session.runtime.mark())
-    unit.refresh(unit.flats)
-    unit.finish_update()
-    unit.wait_tickets()
 
 
 def _read_buffer(buffer: Tensor, name: str, files: StoredTensors) -> None:

@@ -32,7 +32,6 @@ from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
-from onefold.streams import Ticket
 from onefold.unit import Flat, PartUnit, Unit, Use
 
 
@@ -68,14 +67,12 @@ class Runtime:
         meeting: Meeting,
         reducer: Reducer,
         prefetch_bytes: int,
-        mark: Callable[[], Ticket],
         is_scaled: Callable[[], bool],
     ) -> None:
         self.units = tuple(units)
         self._rank = meeting.rank
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
-        self.mark = mark
         self._is_scaled = is_scaled
         self._flats = {
             flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats

@@ -157,7 +157,6 @@ def _open_session(
             meeting,
             reducer,
             largest if prefetch_bytes is None else prefetch_bytes,
-            lanes.mark,
             lambda: scaler.scale != 1,
         ),
         reducer=reducer,
