@@ -98,6 +98,14 @@ def test_a_step_inside_is_refused():
     run.train(1)
 
 
+def test_loading_weights_inside_is_refused(tmp_path):
+    run = Run(0, 1, "zero_3")
+    onefold.export(run.model, tmp_path / "out")
+    with onefold.EMA(run.model).applied(), pytest.raises(OptimizerError, match="averages now"):
+        onefold.load_pretrained(run.model, tmp_path / "out")
+    onefold.load_pretrained(run.model, tmp_path / "out")
+
+
 @pytest.mark.parametrize("decay", [-0.1, 1, 2.0])
 def test_a_decay_outside_is_refused(decay):
     with pytest.raises(OptimizerError, match="decay"):
