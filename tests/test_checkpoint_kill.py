@@ -25,7 +25,7 @@ def train_and_save(directory, told, asynchronous):
     os.write(told, run.step.to_bytes(4))
     while True:
         run.train()
-        name = "last" if run.step % 2 else f"step-{run.step}"  # every other one replaces one
+        name = "last" if run.step // 2 % 2 else f"step-{run.step}"  # every other one replaces one
         saving = run.save(directory / name, keep_last=3, asynchronous=asynchronous)
         if asynchronous:
             run.train()
@@ -35,8 +35,11 @@ def train_and_save(directory, told, asynchronous):
             os.write(told, run.step.to_bytes(4))
 
 
-def killed_after(seconds, directory, asynchronous):
-    """The last step that a process told before it was killed; it had so many seconds from its start of training on."""
+def started(directory, asynchronous):
+    """A process that goes on with the run in `directory`: its id, and the pipe it tells its steps through.
+
+    Returns when it is about to train; the step that it goes on from is the first 4 bytes told, and they are read.
+    """
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -45,29 +48,43 @@ def killed_after(seconds, directory, asynchronous):
         finally:
             os._exit(1)
     os.close(writes)
-    told = os.read(reads, 4)  # it has started
-    if told:
-        time.sleep(seconds)
+    return child, reads, os.read(reads, 4)
+
+
+def kill(child, reads):
+    """Kills the process; the last step that it had told, which is nothing if it told none since its start."""
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     assert os.WTERMSIG(status) == signal.SIGKILL, f"it ended by itself: {status}"
+    told = b""
     while more := os.read(reads, 4096):
         told = more[-4:]
     os.close(reads)
-    return int.from_bytes(told)
+    return told
 
 
-def seconds_of_a_save(directory):
-    run = SmallRun()
-    run.save(directory / "warm")
+def killed_after(seconds, directory, asynchronous):
+    """The last step that a process told before it was killed; it had so many seconds from its start of training on."""
+    child, reads, first = started(directory, asynchronous)
+    if first:
+        time.sleep(seconds)
+    return int.from_bytes(kill(child, reads) or first)
+
+
+def seconds_of_a_turn(directory, asynchronous):
+    """How long a fresh process takes from its start of training on until the first checkpoint of its own is there."""
+    directory.mkdir()
+    child, reads, _ = started(directory, asynchronous)
     begun = time.perf_counter()
-    for _ in range(3):
-        run.save(directory / "warm")
-    return (time.perf_counter() - begun) / 3
+    os.read(reads, 4)
+    seconds = time.perf_counter() - begun
+    kill(child, reads)
+    return seconds
 
 
 def kill_again_and_again(rank, num_ranks, directory, kills, asynchronous):
-    span = 3 * seconds_of_a_save(directory / "timed")
+    # About half of the processes save a first step before they are killed, so the run goes on, and half are hit in it.
+    span = 2 * seconds_of_a_turn(directory / "timed", asynchronous)
     draw, wrong, leftovers = random.Random(SEED), [], 0
     place = directory / "saves"
     place.mkdir()
