@@ -28,6 +28,7 @@ FLOORS = (
             "streams",
             "buffer",
             "comm",
+            "mesh",
             "cores",
             "worker",
             "tier",

@@ -36,7 +36,7 @@ class Session:
     reducer: Reducer
     scaler: Scaler
     fingerprint: str
-    """Plan, ranks and geometry in one word: equal where rank-local state can be exchanged."""
+    """Plan, shard and geometry in one word: equal where rank-local state can be exchanged."""
     readers: list[Callable[[], None]] = field(default_factory=list)
     """Waits for those who read resting state beside the loop (a save under way)."""
     saves: list[Callable[[], None]] = field(default_factory=list)

@@ -12,7 +12,7 @@ from torch import nn
 from onefold.access import guard_state_dict
 from onefold.agree import check_agreement, together
 from onefold.build import Builder, Formats
-from onefold.comm import Comm, connect, default_device, start
+from onefold.comm import Comm, default_device, start
 from onefold.cores import update_cores
 from onefold.discover import UnitChoice, UnitSpec, discover, outside
 from onefold.dtypes import Precision
@@ -21,6 +21,7 @@ from onefold.fraction import FractionChoice, keep_some
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
 from onefold.keep import KeepChoice, bytes_to_keep, check_choice, kept_units
 from onefold.meeting import Meeting
+from onefold.mesh import connect
 from onefold.meta import has_meta, materialize
 from onefold.mix import unit_plans
 from onefold.plan import NAMED_PLANS, Plan
@@ -53,7 +54,7 @@ def shard(
     Args:
         model: any module; on CPU, on a GPU, or built under `torch.device("meta")`. Rank 0's values become everyone's.
         plan: `ZERO_0` to `ZERO_3`, or a `Plan` of your own.
-        mesh: a one-axis DeviceMesh to shard over; None takes all ranks.
+        mesh: a DeviceMesh to shard over; of two axes ("replicate", "shard"), to keep replicas. None takes all ranks.
         units: what is gathered together - module classes, modules, or name patterns; None finds the repeated blocks.
         precision: number formats; None keeps the model's own dtypes.
         compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole), in
@@ -119,7 +120,7 @@ class Places:
         return cls(
             plan=plan,
             of_units=unit_plans(plan, [each.size for each in states]),
-            kept=kept_units(keep, [formats.gathered_bytes(spec, comm.num_ranks) for spec in specs]),
+            kept=kept_units(keep, [formats.gathered_bytes(spec, comm.num_shards) for spec in specs]),
         )
 
 
@@ -187,7 +188,9 @@ def _check_options(mesh: Any, prefetch_bytes: int | None, keep_bytes: KeepChoice
     if prefetch_bytes is not None and (not isinstance(prefetch_bytes, int) or prefetch_bytes < 0):
         raise ShardError(f"prefetch_bytes={prefetch_bytes!r}: give a number of bytes, 0 for none, or None")
     if mesh is not None and not (hasattr(mesh, "ndim") and hasattr(mesh, "mesh")):
-        raise ShardError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh of one axis, or None for all ranks")
+        raise ShardError(
+            f"mesh={mesh!r}: give a torch.distributed DeviceMesh of one or two axes, or None for all ranks"
+        )
     if torch.is_inference_mode_enabled():
         raise ShardError("onefold.shard inside torch.inference_mode makes tensors that can never be trained; leave it")
 
@@ -239,7 +242,7 @@ def _build(
 
 def _fingerprint(plan: Plan, comm: Comm, units: Sequence[Unit]) -> str:
     geometry = [(flat.names, flat.layout.numel, str(flat.weight.dtype)) for unit in units for flat in unit.flats]
-    return f"rank {comm.rank} of {comm.num_ranks}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
+    return f"shard {comm.shard} of {comm.num_shards}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
 
 
 def _attach(model: nn.Module, target: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:
