@@ -22,28 +22,31 @@ every_plan = pytest.mark.parametrize("plan", list(PLANS))
 # --- reading and writing
 
 
-def started(rank, num_ranks, plan):
-    """Weights and statistics of a model that was built otherwise on every rank, on a device or on meta."""
+def started(rank, num_ranks):
+    """By plan: weights and statistics of a model that was built otherwise on every rank, on a device or on meta."""
 
     def make():
         return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)))
 
-    model = build(make, seed=rank)
-    for buffer in model.buffers():
-        buffer.fill_(rank + 1)
-    torch.manual_seed(rank)
-    with torch.device("meta"):
-        unborn = make()
-    born = sharded(unborn, plan, (2, 2))
-    return weights(sharded(model, plan, (2, 2))), weights(born)
+    found = {}
+    for plan in PLANS:
+        model = build(make, seed=rank)
+        for buffer in model.buffers():
+            buffer.fill_(rank + 1)
+        with torch.device("meta"):
+            unborn = make()
+        torch.manual_seed(rank)
+        found[plan] = weights(sharded(model, plan, (2, 2))), weights(sharded(unborn, plan, (2, 2)))
+    return found
 
 
-@every_plan
-def test_all_replicas_start_from_rank_0(ranks, plan):
-    outcomes = ranks(4).run(started, plan, timeout_s=PATIENCE_S)
+def test_all_replicas_start_from_rank_0(ranks):
+    outcomes = ranks(4).run(started, timeout_s=PATIENCE_S)
+    want, born = outcomes[0]["zero_0"]
+    assert all(bool((value == 1).all()) for name, value in want.items() if "running" in name)
     for found in outcomes:
-        assert all(same_bits(got, want) for got, want in zip(found, outcomes[0], strict=True))
-        assert all(bool((value == 1).all()) for name, value in found[0].items() if "running" in name)
+        for plan, (got, got_born) in found.items():
+            assert (plan, same_bits(got, want), same_bits(got_born, born)) == (plan, True, True)
 
 
 def looked_at(rank, num_ranks, plan, directory):
@@ -120,6 +123,7 @@ WAYS = [
     ((2, 2), "zero_0", "beside", None, "zero_2"),
     ((4, 1), "mix", "now", (2, 1), "offload_3"),
     ((1, 2), "zero_2", "now", (2, 2), "zero_3"),
+    ((3, 1), "zero_2", "now", (1, 2), "zero_3"),
     (None, "zero_3", "now", (2, 2), "offload"),
 ]
 
@@ -137,6 +141,20 @@ def test_a_checkpoint_is_written_once_and_loads_on_any_mesh(ranks, tmp_path, sha
     assert max(parts) < 1.4 * sum(parts) / num_here  # replicas share the work
 
 
+def resumed(rank, num_ranks, directory):
+    """Whether a run that was saved and loaded in between ends as one that was not."""
+    first = Run(rank, num_ranks, "zero_3", "bf16", mesh=grid((2, 2)))
+    first.train(1)
+    first.save(directory)
+    second = Run(rank, num_ranks, "zero_3", "bf16", seed=7, mesh=grid((2, 2)))
+    second.load(directory)
+    return first.train(2) == second.train(2) and equal(first.state(), second.state())
+
+
+def test_training_goes_on_bit_for_bit_on_the_same_mesh(ranks, tmp_path):
+    assert ranks(4).run(resumed, tmp_path / "saved", timeout_s=PATIENCE_S) == [True] * 4
+
+
 # --- the wire
 
 
@@ -144,8 +162,12 @@ def counts(shards, replicas):
     return shards.gather_numel, shards.reduce_numel, replicas.gather_numel + replicas.reduce_numel
 
 
-def sent(rank, num_ranks, shape, plan):
-    """Elements that a step sends over each axis, and those predicted."""
+def sent(rank, num_ranks, shape):
+    return {plan: sent_under(rank, shape, plan) for plan in ("zero_0", "zero_1", "zero_2", "zero_3")}
+
+
+def sent_under(rank, shape, plan):
+    """Elements that a step sends over each axis, those predicted, and the model's own."""
     counted, made = [], mesh.GridComm
 
     def connect_counted(everyone, shards, replicas):
@@ -171,30 +193,26 @@ def sent(rank, num_ranks, shape, plan):
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2", "zero_3"])
-def test_each_axis_sends_what_was_predicted(ranks, plan, shape):
+def test_each_axis_sends_what_was_predicted(ranks, shape):
     """As the paper counts: inside of a replica as on one axis, and an all-reduce of each shard between them."""
-    for (gathered, reduced, across), budget, psi in ranks(4).run(sent, shape, plan, timeout_s=PATIENCE_S):
-        assert across == budget.replica_numel == 2 * psi // shape[1]
-        assert reduced == psi
-        assert budget.wire_numel == (3 if plan == "zero_3" else 2) * psi + across
-        assert f"{across:,}" in str(budget)
-        # The norm costs one number a shard. Where nothing is split an all-reduce is made of a scatter and a gather.
-        if shape == (2, 2):  # one rank that has all of a unit has no updated part to gather
-            assert gathered + reduced - 2 == budget.gather_numel + budget.reduce_numel
+    for outcome in ranks(4).run(sent, shape, timeout_s=PATIENCE_S):
+        for plan, ((gathered, reduced, across), budget, psi) in outcome.items():
+            assert across == budget.replica_numel == 2 * psi // shape[1]
+            assert reduced == psi
+            assert budget.wire_numel == (3 if plan == "zero_3" else 2) * psi + across
+            assert f"{across:,}" in str(budget)
+            # The norm costs one number a shard. Where nothing is split an all-reduce is a scatter and a gather.
+            if shape == (2, 2):  # one rank that has all of a unit has no updated part to gather
+                assert gathered + reduced - 2 == budget.gather_numel + budget.reduce_numel
 
 
-def foreseen(rank, num_ranks, plan):
-    def budget(shape):
-        model = sharded(build(Stack), plan, shape)
-        return onefold.predicted(model, onefold.AdamW(model))
-
-    return budget((1, 2)) == budget(None)
+def foreseen(rank, num_ranks, shape):
+    models = {plan: sharded(build(Stack), plan, shape) for plan in PLANS}
+    return {plan: onefold.predicted(model, onefold.AdamW(model)) for plan, model in models.items()}
 
 
-@every_plan
-def test_without_replicas_the_budget_is_that_of_one_axis(ranks, plan):
-    assert ranks(2).run(foreseen, plan) == [True, True]
+def test_without_replicas_the_budget_is_that_of_one_axis(ranks):
+    assert ranks(2).run(foreseen, (1, 2)) == ranks(2).run(foreseen, None)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 16])
