@@ -11,7 +11,7 @@ import onefold
 from checkpoint_models import Run, equal
 from mesh_models import CPU, PATIENCE_S, PLANS, grid, same_bits, sharded
 from onefold import Precision, mesh
-from onefold.comm import CountingComm
+from onefold.over import CountingComm
 from onefold.session import session_of
 from ranks import Stack, Turn, build, weights
 

@@ -98,6 +98,8 @@ class _Gathered:
                     slots.gradients.assign(slot, slots.scaled(shown))
                 param.grad = slots.stand_ins[slot]
             slots.shown.pop(slot, None)
+        if self._write:
+            self._session.wait_for_readers()  # whoever gathered what is written now
         for unit in self._units:
             if self._write:
                 self._keep(unit)

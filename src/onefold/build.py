@@ -49,6 +49,7 @@ class Rest:
             PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
         )
         self.is_weight_own = plan.params.partitioned
+        self.is_weight_exposed = plan.params.partitioned and plan.optim.farthest == Tier.DEVICE
         self.is_update_part = plan.optim.partitioned
 
 
@@ -138,6 +139,7 @@ class Builder:
         if rest.is_weight_own:
             weight = rest.params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
+            weight = self._comm.expose(weight) if rest.is_weight_exposed else weight
         trained = self._train(layout, kind, rest, weight, source[updated], updated.start) if kind.is_trained else None
         buffer.settle()
         self._lanes.order_gather()

@@ -45,6 +45,23 @@ class Comm(Protocol):
     replica: int
     """Which of the ranks that hold the same shard this is."""
     num_replicas: int
+    peers: tuple[int, ...]
+    """The ranks that hold one shard each with this one, by shard."""
+    peer_group: Any
+    """Their process group for gathers; None where there is nobody else."""
+
+    def expose(self, shard: Tensor) -> Tensor:
+        """Where the values of `shard`, which rests on the device, should rest to be gathered from; all ranks call it.
+        It may be `shard` itself."""
+        ...
+
+    def before_change(self) -> None:
+        """To be called by all ranks before exposed shards change: come back when nobody reads them any more."""
+        ...
+
+    def changed(self) -> None:
+        """To be called by all ranks after exposed shards changed."""
+        ...
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         """Put every `shard` into `whole`, in their order."""
@@ -88,11 +105,26 @@ class Axis(Comm, Protocol):
         ...
 
 
-class LocalComm:
+class CollectiveComm:
+    """What a `Comm` whose gathers are collectives does for shards that rest: nothing."""
+
+    def expose(self, shard: Tensor) -> Tensor:
+        return shard
+
+    def before_change(self) -> None:
+        pass
+
+    def changed(self) -> None:
+        pass
+
+
+class LocalComm(CollectiveComm):
     """A world of one rank: no process group is needed."""
 
     rank = shard = replica = 0
     num_ranks = num_shards = num_replicas = 1
+    peers: tuple[int, ...] = (0,)
+    peer_group = None
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         if whole.data_ptr() != shard.data_ptr():
@@ -174,7 +206,7 @@ def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[s
     return made[families, backend, planes]
 
 
-class _GroupComm:
+class _GroupComm(CollectiveComm):
     """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo.
 
     Args:
@@ -193,6 +225,8 @@ class _GroupComm:
         self._root = dist.get_global_rank(group, 0)
         self.rank = self.shard = dist.get_rank(group)
         self.num_ranks = self.num_shards = dist.get_world_size(group)
+        self.peers = tuple(range(self.num_ranks))
+        self.peer_group = group
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self._gather(whole, shard, self._planes["data"])
@@ -280,51 +314,6 @@ class NcclComm(_GroupComm):
     def mean(self, values: Tensor) -> Finish | None:
         dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self._planes["reduction"])
         return None
-
-
-class CountingComm:
-    """Passes everything on to another `Comm` and counts the elements as the ZeRO paper does: a gather or a scatter of a
-    buffer of n elements counts n, a mean that all ranks get 2 n (section 7)."""
-
-    def __init__(self, inner: Axis) -> None:
-        self.inner = inner
-        self.rank, self.num_ranks = inner.rank, inner.num_ranks
-        self.shard, self.num_shards = inner.shard, inner.num_shards
-        self.replica, self.num_replicas = inner.replica, inner.num_replicas
-        self.gather_numel = 0
-        self.reduce_numel = 0
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        self.gather_numel += whole.numel()
-        return self.inner.all_gather(whole, shard)
-
-    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        self.gather_numel += whole.numel()
-        return self.inner.refresh(whole, shard)
-
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        self.reduce_numel += whole.numel()
-        return self.inner.reduce_scatter(shard, whole)
-
-    def mean(self, values: Tensor) -> Finish | None:
-        self.reduce_numel += 2 * values.numel()
-        return self.inner.mean(values)
-
-    def total(self, value: Tensor) -> Tensor:
-        self.gather_numel += self.num_shards
-        return self.inner.total(value)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self.inner.broadcast(tensor)
-
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        return self.inner.exchange(message)
-
-    def exchange_objects(self, value: Any) -> list[Any]:
-        return self.inner.exchange_objects(value)
-
-    def side_group(self) -> Any:
-        return self.inner.side_group()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.comm import PLANES, Axis, Comm, Families, GlooComm, LocalComm, NcclComm, all_ranks
+from onefold.comm import PLANES, Axis, CollectiveComm, Comm, Families, GlooComm, LocalComm, NcclComm, all_ranks
 from onefold.errors import ShardError
 from onefold.streams import Chain, Finish
 
 _REPLICATE, _SHARD = ("replicate", "dp_replicate"), ("shard", "dp_shard")
 
 
-class GridComm:
+class GridComm(CollectiveComm):
     """Replicas of shards: a `Comm` made of two axes, and of one that is all ranks. See [Note: Replicas].
 
     Args:
@@ -42,6 +42,9 @@ class GridComm:
         self.rank, self.num_ranks = everyone.rank, everyone.num_ranks
         self.shard, self.num_shards = shards.rank, shards.num_ranks
         self.replica, self.num_replicas = replicas.rank, replicas.num_ranks
+        places = [tuple(place) for place in everyone.exchange([self.replica, self.shard])]
+        self.peers = tuple(places.index((self.replica, shard)) for shard in range(self.num_shards))
+        self.peer_group = shards.peer_group
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self._shards.all_gather(whole, shard)

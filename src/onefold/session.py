@@ -63,6 +63,7 @@ class Session:
         """Come back when resting state may be changed."""
         while self.readers:
             self.readers.pop()()
+        self.comm.before_change()
 
     def attach(self, model: nn.Module) -> None:
         """Make the session findable from the model and from each of its parameters."""
