@@ -77,6 +77,7 @@ VARIANTS = {
     "zero2-boundary": ("boundary", settings(2, **TWO)),
     "zero3-unscaled": ("unscaled", settings(3, **TWO)),
     "zero2-unmanaged": ("unmanaged", settings(2, managed_gradient_accumulation=False, **TWO)),
+    **{f"zero{stage}-zeroing": ("zeroing", settings(stage, **TWO)) for stage in (0, 1)},
     "zero0-resized": ("resized", settings(0)),
     "zero0-clip": ("tutorial", settings(0, gradient_clipping=0.05)),
     "zero2-clip": ("tutorial", settings(2, **LARGE)),
@@ -234,6 +235,16 @@ def resized(deepspeed, config, *where):
     return run.seen
 
 
+def zeroing(deepspeed, config, *where):
+    """Gradients are cleared in the middle of a step."""
+    run = start(deepspeed, config, *where)
+    for micro_step in range(STEPS * 2):
+        run.engine.zero_grad()
+        run.engine.backward(run.loss(micro_step))
+        run.step()
+    return run.seen
+
+
 def two_groups(model):
     named = list(model.named_parameters())
     return [
@@ -302,13 +313,32 @@ def loader(deepspeed, config, *where):
 
 
 LOOPS = {each.__name__: each for each in (tutorial, plain, outputs, no_sync, boundary, unscaled, unmanaged, resized)}
-LOOPS |= {each.__name__: each for each in (client, callables, groups, loader)}
+LOOPS |= {each.__name__: each for each in (zeroing, client, callables, groups, loader)}
 
 
 def train(deepspeed, name, rank, num_ranks):
     """Run one variant; returns what it saw."""
     loop, config = VARIANTS[name]
     return LOOPS[loop](deepspeed, config, rank, num_ranks)
+
+
+STOP = 3
+"""Steps before a checkpoint."""
+RESUMED = settings(2, **WARM, **FP16)
+
+
+def resume(deepspeed, directory, tag, rank, num_ranks, *, is_there):
+    """Train to a checkpoint and on, or from one that is there; returns the client state and what was seen."""
+    run, client_state = start(deepspeed, RESUMED, rank, num_ranks), {"epoch": 2}
+    if is_there:
+        path, client_state = run.engine.load_checkpoint(str(directory), tag)
+        assert path is not None
+    for micro_step in range(STOP if is_there else 0, STEPS):
+        if micro_step == STOP and not is_there:
+            run.engine.save_checkpoint(str(directory), tag, client_state=client_state)
+        run.engine.backward(run.loss(micro_step))
+        run.step()
+    return client_state, run.seen
 
 
 # --- under DeepSpeed itself
@@ -323,6 +353,7 @@ def act(rank, num_ranks, directory):
     meeting = f"file://{directory / f'meeting-{num_ranks}'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     seen = {name: train(deepspeed, name, rank, num_ranks) for name in VARIANTS}
+    seen["resumed"] = resume(deepspeed, directory / f"run-{num_ranks}", "half", rank, num_ranks, is_there=False)[1]
     if rank == 0:
         torch.save(seen, directory / f"{num_ranks}.pt")
     dist.destroy_process_group()
