@@ -10,7 +10,7 @@ from torch import nn
 
 from onefold.comm import connect, default_device, start
 from onefold.deepspeed.client import brought, scheduler_of
-from onefold.deepspeed.engine import DeepSpeedEngine
+from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
 from onefold.deepspeed.loader import DeepSpeedDataLoader
 from onefold.deepspeed.source import Source, read
@@ -67,31 +67,26 @@ def initialize(
     module = _module(model)
     _refuse(mpu=mpu, mesh_param=mesh_param)
     source = _configuration(args, config, config_params)
-    if is_launched():
-        init_distributed(dist_init_required=dist_init_required)
-    start()
-    num_ranks = connect(default_device()).num_ranks
-    given = Given(num_ranks=num_ranks).with_model(module)
+    given = _given(module, dist_init_required)
     translation = translate(source, given)
     what = brought(module, optimizer, model_parameters, translation)
+    setup = Setup(translation, walk(source, given).config, source.values, local_rank(), what.client, collate_fn)
     sharded = shard(module, **translation.shard_arguments)
     built = what.build(sharded, translation.max_grad_norm)
-    engine = DeepSpeedEngine(
-        sharded,
-        translation=translation,
-        settings=walk(source, given).config,
-        config=source.values,
-        optimizer=built,
-        lr_scheduler=scheduler_of(lr_scheduler, built, what, translation),
-        client_optimizer=what.client,
-        collate_fn=collate_fn,
-        local_rank=local_rank(),
-    )
+    engine = DeepSpeedEngine(sharded, built, scheduler_of(lr_scheduler, built, what, translation), setup)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, built, engine.training_dataloader, engine.lr_scheduler
+
+
+def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
+    """What is known besides the configuration, once this process is a rank."""
+    if is_launched():
+        init_distributed(dist_init_required=dist_init_required)
+    start()
+    return Given(num_ranks=connect(default_device()).num_ranks).with_model(module)
 
 
 def _module(model: Any) -> nn.Module:

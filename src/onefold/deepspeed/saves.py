@@ -8,6 +8,7 @@ process that ends in between leaves `latest` as it was.
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def save_checkpoint(
 
 
 def _check_tag(name: str) -> None:
-    if Path(name).name != name or name in (LATEST, "..") or name.startswith("."):
+    if not name or Path(name).name != name or name in (LATEST, "..") or name.startswith("."):
         raise CheckpointError(f"tag={name!r}: give a name for a directory, without slashes, and not {LATEST!r}")
 
 
@@ -164,7 +165,8 @@ def _write(path: Path, state: Mapping[str, Tensor], rank: int) -> None:
             os.fsync(file.fileno())
         fresh.replace(path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where the disk is full
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
         raise WeightsError(f"{path} could not be written: {error}") from error
 
 
