@@ -1,4 +1,4 @@
-"""Promise: an engine's checkpoints have DeepSpeed's shape, fit any number of ranks and stage, and are never half there."""
+"""Promise: an engine's checkpoints have DeepSpeed's shape, fit any number of ranks, and are never half there."""
 
 import pytest
 import torch

@@ -46,19 +46,15 @@ def initialize(
         model: as for `onefold.shard`.
         optimizer: of torch.optim, or a function of parameters that makes one. It counts before the configuration's. Its
             groups and learning rates go on to be shared with the one that is returned.
-        model_parameters: what the configuration's optimizer is to update: parameters, or groups of them, as for
-            torch.optim. None is everything that is trained.
-        training_data: a Dataset; the loader that is returned deals it to the ranks.
-        lr_scheduler: a schedule of `optimizer`, or a function of an optimizer that makes one. It counts before the
-            configuration's.
-        collate_fn: of that loader.
+        model_parameters: for the configuration's optimizer: parameters or groups of them, as for torch.optim. None is
+            everything that is trained.
+        training_data, collate_fn: a Dataset, which the loader that is returned deals to the ranks, and its collate_fn.
+        lr_scheduler: a schedule of `optimizer`, or a function of an optimizer. It counts before the configuration's.
         config: a dict, the path of a JSON file, JSON, or JSON in base64. `config_params` is its older name.
         dist_init_required: False leaves torch.distributed to the script. distributed_port: has no effect.
         mpu, mesh_param: refused: there is data parallelism only.
-
     Returns:
         The engine, its optimizer, its loader and its schedule; None for what there is not.
-
     Raises:
         ConfigError: the configuration, or an argument, asks for what there is not; all keys concerned are named.
         OptimizerError: the optimizer cannot run on parts of parameters, or does not belong to the model.
