@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import onefold.deepspeed as deepspeed
-from deepspeed_loops import FP16, STEPS, Net, settings, start
-from deepspeed_steps import ADAM, ONE, engine_of, steps
+from deepspeed_loops import FP16, STEPS, Net, Run, settings, start
+from deepspeed_steps import ADAM, ONE, engine_of, same, steps, weights
 from onefold.errors import EngineError
 
 # --- what it answers
@@ -43,11 +43,11 @@ ANSWERS = [
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {"loss_scale": 128.0, "dynamic_loss_scale": False}),
     ({"fp16": {"enabled": True, "auto_cast": True}}, {"fp16_auto_cast": True}),
     ({"torch_autocast": {"enabled": True}}, {"torch_autocast_enabled": True, "torch_autocast_dtype": torch.bfloat16}),
-    (ADAM, {"optimizer_name": "Adam", "get_lr": [0.1], "get_mom": [(0.5, 0.6)]}),
+    (ADAM, {"optimizer_name": "adam", "get_lr": [0.1], "get_mom": [(0.5, 0.6)]}),
     ({}, {"optimizer_name": None, "scheduler_name": None, "get_lr": [], "get_mom": []}),
     (
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.7}}},
-        {"get_mom": [0.7], "optimizer_params": {"lr": 0.1, "momentum": 0.7}},
+        {"get_mom": [0.7], "optimizer_name": "SGD", "optimizer_params": {"lr": 0.1, "momentum": 0.7}},
     ),
     ({"dataloader_drop_last": True, "steps_per_print": 7}, {"dataloader_drop_last": True, "steps_per_print": 7}),
     ({"prescale_gradients": True}, {"postscale_gradients": False, "gradient_predivide_factor": 1.0}),
@@ -139,6 +139,29 @@ def test_no_sync_works_at_every_stage(stage):
         return run.seen["losses"]
 
     assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+class Both(Net):
+    """Returns its loss beside what it was made from, as models of Hugging Face do."""
+
+    def forward(self, x, y):
+        out = super().forward(x)
+        return {"loss": nn.functional.mse_loss(out.float(), y), "outputs": (out, out)}
+
+
+@pytest.mark.parametrize("config", [settings(2), settings(3, **FP16)], ids=["fp32", "fp16"])
+def test_a_plain_backward_divides_once_whatever_else_the_model_returns(config):
+    def trained(is_plain):
+        torch.manual_seed(0)
+        engine = engine_of({**config, "gradient_accumulation_steps": 2}, Both())
+        run = Run(engine, 0, 1)
+        for micro_step in range(4):
+            loss = engine(*run.batch(micro_step))["loss"]
+            loss.backward() if is_plain else engine.backward(loss)
+            engine.step()
+        return weights(engine)
+
+    same(trained(True), trained(False))
 
 
 def test_gradients_cleared_in_the_middle_of_a_step_are_told_of(caplog):

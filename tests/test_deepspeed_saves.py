@@ -85,6 +85,13 @@ def test_a_tag_that_is_no_name_of_a_directory_is_refused(tmp_path, tag):
         engine_of({**ONE, **ADAM}).save_checkpoint(tmp_path, tag)
 
 
+@pytest.mark.parametrize(("written", "told"), [(b"../x", "give a name for a directory"), (b"\xff", "cannot be read")])
+def test_a_file_latest_that_names_nothing_is_refused(tmp_path, written, told):
+    (tmp_path / "latest").write_bytes(written)
+    with pytest.raises(CheckpointError, match=told):
+        engine_of({**ONE, **ADAM}).load_checkpoint(tmp_path)
+
+
 def save_apart(rank, num_ranks, directory):
     engine_of({"train_batch_size": 2, **ADAM}).save_checkpoint(directory, f"rank{rank}")
 

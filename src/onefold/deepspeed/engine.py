@@ -105,10 +105,12 @@ class DeepSpeedEngine(Saves):
         return map_tensors(output, self._divided)
 
     def _divided(self, tensor: Tensor) -> Tensor:
-        """See [Note: What a backward is divided by]."""
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(lambda grad: grad if self._depth else grad / self._accumulation)
-        return tensor
+        """See [Note: What a backward is divided by]. A view, which no other output depends on."""
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        output = tensor.view_as(tensor)
+        output.register_hook(lambda grad: grad if self._depth else grad / self._accumulation)
+        return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add up gradients of `loss`, divided by the number of micro-batches of a step, on the way to the next `step`.

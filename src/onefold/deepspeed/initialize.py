@@ -60,8 +60,7 @@ def initialize(
         OptimizerError: the optimizer cannot run on parts of parameters, or does not belong to the model.
         ShardError: the model cannot be sharded.
     """
-    module = _module(model)
-    _refuse(mpu=mpu, mesh_param=mesh_param)
+    module = _module(model, mpu, mesh_param)
     source = _configuration(args, config, config_params)
     given = _given(module, dist_init_required)
     translation = translate(source, given)
@@ -85,13 +84,10 @@ def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
     return Given(num_ranks=connect(default_device()).num_ranks).with_model(module)
 
 
-def _module(model: Any) -> nn.Module:
+def _module(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
+    """The model, if it is one, and nothing is asked for that there is not."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r}: initialize needs a torch.nn.Module")
-    return model
-
-
-def _refuse(*, mpu: Any, mesh_param: Any) -> None:
     if mpu is not None:
         raise ConfigError(
             "mpu= asks for model parallelism, and there is data parallelism only: leave it out, and use "
@@ -99,6 +95,7 @@ def _refuse(*, mpu: Any, mesh_param: Any) -> None:
         )
     if mesh_param is not None:
         raise ConfigError("mesh_param= asks for sequence parallelism, and there is data parallelism only: leave it out")
+    return model
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Source:
