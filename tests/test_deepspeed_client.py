@@ -150,6 +150,14 @@ def test_the_scripts_optimizer_and_schedule_count_before_the_configurations_and_
     assert told.count("the script's schedule is used; WarmupLR(") == 1
 
 
+def test_what_is_met_by_other_means_is_said(caplog):
+    with caplog.at_level(logging.INFO, logger="onefold"):
+        engine_of({**ONE, "bf16": {"enabled": True, "bf16_optimizer_states": True}})
+    assert caplog.messages == [
+        "the configuration: bf16.bf16_optimizer_states = true: optimizer state stays fp32: more memory, exact moments"
+    ]
+
+
 def used():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
