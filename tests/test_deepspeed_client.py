@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import onefold
 import onefold.deepspeed as deepspeed
-from deepspeed_loops import WARM, Net, Run, settings, two_groups
+from deepspeed_loops import WARM, Net, Run, parameters, settings, two_groups
 from deepspeed_steps import ADAM, ONE, SCRIPT, engine_of, same, steps, weights
 from onefold.deepspeed.loader import RepeatingLoader
 from onefold.deepspeed.spec import UncorrectedAdam
@@ -120,6 +120,20 @@ def test_frozen_parameters_and_empty_groups_are_left_alone():
     after = weights(run.engine)
     moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"blocks"}  # the head is in no group
+
+
+@pytest.mark.parametrize("given", [parameters, two_groups], ids=["parameters", "groups"])
+def test_a_function_that_makes_the_optimizer_gets_the_parameters_as_they_were_given(given):
+    model, seen = Net(), []
+
+    def make(params):
+        seen.append(params)
+        return torch.optim.SGD(params, lr=0.1)
+
+    engine = engine_of(SCRIPT, model, optimizer=make, model_parameters=given(model))
+    want = list(given(model))
+    assert [type(each) for each in seen[0]] == [type(each) for each in want]
+    assert len(engine.optimizer.param_groups) == (1 if given is parameters else 2)
 
 
 def test_parameters_of_a_model_on_the_meta_device_may_be_grouped():
