@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import connect, default_device, start
+from onefold.comm import all_ranks, start
 from onefold.deepspeed.client import brought, scheduler_of
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
@@ -92,7 +92,7 @@ def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
     if is_launched():
         init_distributed(dist_init_required=dist_init_required)
     start()
-    return Given(num_ranks=connect(default_device()).num_ranks).with_model(module)
+    return Given(num_ranks=len(all_ranks() or (0,))).with_model(module)
 
 
 def _module(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
