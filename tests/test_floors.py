@@ -58,6 +58,7 @@ FLOORS = (
             "discover",
             "agree",
             "meta",
+            "nursery",
             "fraction",
             "keep",
             "build",
