@@ -13,6 +13,7 @@ NCCL chooses its own order; there plans agree to rounding.
 import atexit
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -259,6 +260,35 @@ def start() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def join(
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    num_ranks: int = -1,
+    is_alone: bool = False,
+) -> None:
+    """Initialize torch.distributed as told, unless it is.
+
+    Args:
+        backend: torch's name of it; None is gloo, and NCCL beside it where there are GPUs.
+        timeout, init_method, rank, num_ranks: as for `torch.distributed.init_process_group`.
+        is_alone: this process is the only rank; nobody has to be met.
+    """
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    name = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    name = "cpu:gloo,cuda:nccl" if name == "nccl" else name  # ranks exchange small messages over host memory
+    if is_alone:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # its stub does not say that it is exported
+        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(name, timeout=timeout, init_method=init_method, rank=rank, world_size=num_ranks)
 
 
 def default_device() -> torch.device:

@@ -1,0 +1,443 @@
+"""Owns DeepSpeed's engine on top of Onefold: its loop, its counters, its meaning of gradient accumulation.
+
+[Note: What a backward is divided by]
+DeepSpeed divides by the number of micro-batches: `engine.backward(loss)` the loss, a plain `loss.backward()` the
+gradient as it enters at the engine's outputs. So do hooks on those, unless `engine.backward` runs. A loss scale needs
+nothing from the script in either case: it is applied inside of the model.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.access import accumulate
+from onefold.deepspeed import saves
+from onefold.deepspeed.config import Config
+from onefold.deepspeed.loader import DeepSpeedDataLoader, make_loader
+from onefold.deepspeed.names import told
+from onefold.deepspeed.queries import Queries
+from onefold.deepspeed.spec import Translation
+from onefold.errors import EngineError
+from onefold.hooks import map_tensors
+from onefold.optimizer import Optimizer
+from onefold.session import session_of
+
+_log = logging.getLogger("onefold")
+_TRAIN = "train"
+
+
+class DeepSpeedEngine(Queries, nn.Module):
+    """What `initialize` returns: a sharded model with its optimizer and schedule, used as DeepSpeed's engine.
+
+    Attributes:
+        module: the model. What an engine has not is looked up in it.
+        optimizer: Onefold's optimizer; None without one. lr_scheduler: the schedule; None without one.
+        training_dataloader: the loader of `training_data`; None without.
+        config: the configuration as it was given, as a dict.
+        global_steps, global_samples: steps, skipped ones included, and samples on all ranks so far.
+        skipped_steps: those that were skipped because gradients were not finite.
+        micro_steps: calls of `step` so far.
+        device, local_rank, global_rank, world_size, dp_world_size: where this process is, and among how many.
+    """
+
+    optimizer: Optimizer | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        translation: Translation,
+        settings: Config,
+        config: Mapping[str, Any],
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        client_optimizer: torch.optim.Optimizer | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        local_rank: int = 0,
+    ) -> None:
+        super().__init__()
+        session = session_of(module, "an engine")
+        self.module = module
+        self.translation, self.settings, self.config = translation, settings, dict(config)
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.client_optimizer, self.basic_optimizer = client_optimizer, client_optimizer or optimizer
+        self.collate_fn = collate_fn
+        self.training_dataloader: DeepSpeedDataLoader | None = None
+        self.device, self.local_rank = session.device, local_rank
+        self.global_rank, self.world_size, self.dp_world_size = session.comm.rank, *[session.comm.num_ranks] * 2
+        self.mp_world_size, self.mpu = 1, None
+        self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
+        self._micro_batch, self._accumulation = translation.micro_batch, translation.accumulation
+        self._train_batch = translation.train_batch
+        self._given_boundary: bool | None = None
+        self._is_stepping = self._is_inside_no_sync = False
+        self._num_backwards = 0
+        """Calls of `backward` since the last step."""
+        self._depth = 0
+        """Calls of `backward` that run."""
+        self._was_applied = False
+        self._grad_norm: float | None = None
+
+    # --- the loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        dtype = self.translation.autocast
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            output = self.module(*args, **kwargs)
+        if self._accumulation == 1 or not torch.is_grad_enabled():
+            return output
+        return map_tensors(output, self._divided)
+
+    def _divided(self, tensor: Tensor) -> Tensor:
+        """See [Note: What a backward is divided by]."""
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda grad: grad if self._depth else grad / self._accumulation)
+        return tensor
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Add up gradients of `loss`, divided by the number of micro-batches of a step, on the way to the next `step`.
+
+        Args:
+            loss: one number, that depends on parameters.
+            retain_graph: keep what a second backward through the same graph needs.
+            scale_wrt_gas: False does not divide.
+        Returns:
+            The divided loss.
+        Raises:
+            EngineError: there is no optimizer, or `loss` is no such number.
+        """
+        self._check_optimizer("backward")
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise EngineError(
+                f"engine.backward takes a loss, a tensor of one number with a gradient, not {_shown(loss)}; for other "
+                "gradients call backward of the outputs, as torch has it"
+            )
+        divided = loss / self._accumulation if scale_wrt_gas else loss
+        self._num_backwards += 1
+        self._depth += 1
+        try:
+            with self._collecting():
+                divided.backward(retain_graph=retain_graph)
+        finally:
+            self._depth -= 1
+        return divided
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        """Where gradients rest whole on every rank anyway, only the last micro-batch of a step reduces them."""
+        is_last = self.zero_optimization_partition_gradients() or self.is_gradient_accumulation_boundary()
+        return nullcontext() if is_last else accumulate(self.module)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` itself, for a plain `backward()`: the loss scale is applied inside of the model."""
+        self._check_optimizer("scale")
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After the last micro-batch: update, clear gradients, move the schedule on. After others: count only.
+
+        Args:
+            lr_kwargs: arguments for the schedule's `step`.
+        Raises:
+            EngineError: inside `no_sync`, or without an optimizer.
+        """
+        self._check_optimizer("step")
+        if self._is_inside_no_sync:
+            raise EngineError("engine.step() inside `with engine.no_sync():`; leave it before the last micro-batch")
+        self._was_applied, self._is_stepping = False, True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._update(lr_kwargs or {})
+        finally:
+            self._is_stepping = False
+        self.micro_steps += 1
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        optimizer = self._check_optimizer("step")
+        optimizer.step()
+        self._grad_norm, self._was_applied = optimizer.grad_norm, not optimizer.skipped
+        optimizer.zero_grad()
+        self.global_steps += 1
+        num_backwards = self._accumulation if self.managed_gradient_accumulation() else self._num_backwards
+        self.global_samples += self._train_batch // self._accumulation * num_backwards
+        self._num_backwards = 0
+        if optimizer.skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that were added up so far; `step` does so by itself."""
+        if self._num_backwards and self._accumulation > 1:
+            _log.warning(
+                "zero_grad() in the middle of a step of %s micro-batches: what the first %s added up is forgotten. "
+                "engine.step() clears gradients by itself",
+                self._accumulation,
+                self._num_backwards,
+            )
+        if self.optimizer is None:
+            self.module.zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backwards only add up on this rank. Under ZeRO 2 and 3 too, where gradients are whole meanwhile.
+
+        Raises:
+            EngineError: inside of itself.
+        """
+        if self._is_inside_no_sync:
+            raise EngineError("engine.no_sync() inside of engine.no_sync()")
+        self._is_inside_no_sync = True
+        try:
+            with accumulate(self.module):
+                yield
+        finally:
+            self._is_inside_no_sync = False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last of its step."""
+        if self._given_boundary is not None:
+            return self._given_boundary
+        if not self.managed_gradient_accumulation():
+            return self._is_stepping
+        return (self.micro_steps + 1) % self._accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From here on, say whether this micro-batch is the last of its step, instead of counting.
+
+        Raises:
+            EngineError: with `managed_gradient_accumulation` false, where every `step()` is one.
+        """
+        if not self.managed_gradient_accumulation():
+            raise EngineError("managed_gradient_accumulation is false: every engine.step() is a boundary; just call it")
+        self._given_boundary = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest `step()` changed weights."""
+        return self._was_applied
+
+    def _check_optimizer(self, what: str) -> Optimizer:
+        if self.optimizer is None:
+            raise EngineError(
+                f"engine.{what} needs an optimizer: hand one to initialize, or write one into the configuration"
+            )
+        return self.optimizer
+
+    # --- batch sizes
+
+    def train_batch_size(self) -> int:
+        """Samples a step, on all ranks."""
+        return self._train_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one backward on one rank."""
+        return self._micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Make steps of another size, by the number of their micro-batches.
+
+        Raises:
+            EngineError: it is no multiple of what all ranks take at once.
+        """
+        at_once = self._micro_batch * self.dp_world_size
+        if train_batch_size < 1 or train_batch_size % at_once:
+            raise EngineError(
+                f"a step of {train_batch_size} samples is no multiple of {at_once}: micro-batches of "
+                f"{self._micro_batch} on {self.dp_world_size} ranks"
+            )
+        self._train_batch, self._accumulation = train_batch_size, train_batch_size // at_once
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Make micro-batches of another size; their number stays."""
+        self._micro_batch = micro_batch_size
+        self._train_batch = micro_batch_size * self._accumulation * self.dp_world_size
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = _TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's part of `dataset`: shuffled where `route` is "train", else in order."""
+        return make_loader(
+            dataset,
+            batch_size=self._micro_batch if batch_size is None else batch_size,
+            rank=self.global_rank,
+            num_ranks=self.dp_world_size,
+            drop_last=self.translation.drop_last,
+            is_trained_on=route == _TRAIN,
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
+            num_workers=num_local_io_workers,
+        )
+
+    # --- what it knows
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the averaged gradient before clipping, of the latest step; None before the first."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each parameter group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of each parameter group."""
+        return self._of_groups(
+            "momentum" if self.optimizer is not None and "momentum" in self.optimizer.defaults else "betas"
+        )
+
+    def get_type(self) -> list[Any]:
+        """What each parameter group says is its type."""
+        return self._of_groups("type")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's `state_dict`. Under ZeRO 3 it needs whole parameters: `with onefold.gathered(engine.module):`."""
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(f"{prefix}{name}", None)
+        return state
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load `checkpoint["module"]`, whole weights, into the model. A collective."""
+        _refuse_custom(custom_load_fn)
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    # --- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint, `save_dir/tag`, for any number of ranks and any plan. A collective.
+
+        Args:
+            tag: the same on every rank; None is `global_stepN`.
+            client_state: numbers, strings, tensors, and containers of them, for `load_checkpoint` to return; rank 0's.
+            save_latest: write the tag into the file `latest` once the checkpoint is there.
+            exclude_frozen_parameters: has no effect: a checkpoint is always whole.
+        Raises:
+            CheckpointError: on every rank, if any cannot. Older checkpoints stay as they were.
+        """
+        return saves.save_checkpoint(self, save_dir, tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Take back what `save_checkpoint` wrote, at any number of ranks and under any plan. A collective.
+
+        Args:
+            tag: None is the one that the file `latest` names.
+            load_module_strict: has no effect: checkpoints are whole, and have to fit.
+            load_optimizer_states: False leaves the optimizer, and random generators, as they are.
+            load_lr_scheduler_states: False leaves the schedule as it is.
+            load_module_only: take weights and buffers alone.
+        Returns:
+            The path and the client state; (None, None) where no tag is given and there is no file `latest`.
+        Raises:
+            CheckpointError: on every rank; there is no such checkpoint, it does not fit, or it is DeepSpeed's own,
+                which is imported first; the message has the command.
+        """
+        _refuse_custom(custom_load_fn)
+        return saves.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+            only_module=load_module_only,
+        )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights into one file, for `torch.load`, in the dtypes that the model computes in. A collective.
+
+        Returns:
+            False, and nothing is written, where parameters are split and `stage3_gather_16bit_weights_on_model_save`
+            is not set.
+        """
+        return saves.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights on rank 0, None on others: accelerate and transformers save them. A collective."""
+        state = saves.weights(self, exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    # --- the end
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: parameters that are split are given back after every pass."""
+
+    def destroy(self) -> None:
+        """Wait for what is under way."""
+        session = session_of(self.module, "destroy")
+        session.wait_for_saves()
+        session.runtime.settle()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            pass
+        module = vars(self).get("_modules", {}).get("module")
+        if module is not None and hasattr(module, name):
+            return getattr(module, name)
+        raise AttributeError(told(name))
+
+
+def _refuse_custom(custom_load_fn: Callable[..., Any] | None) -> None:
+    if custom_load_fn is not None:
+        raise EngineError(
+            "custom_load_fn is not called: weights are read straight into shards; write them inside "
+            "`with onefold.gathered(engine.module, write=True):`"
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
+    return repr(value)[:80]
