@@ -106,9 +106,11 @@ class Door:
 
 
 DOORS = (
-    # The launcher starts torchrun, the report asks which backends there are: neither communicates.
+    # The launcher starts torchrun, the report asks which backends there are: neither communicates. The facade hands
+    # torch.distributed on to scripts that know it by DeepSpeed's name.
     Door(
-        names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report")
+        names=("torch.distributed",),
+        modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report", "deepspeed"),
     ),
     Door(
         names=(

@@ -221,7 +221,7 @@ class Nursery:
         for param in params:
             if not isinstance(param, Asleep):
                 continue
-            kept = param._onefold_kept
+            kept: _Kept = param.__dict__["_onefold_kept"]
             with metadata_only():
                 shape = param.shape
             part = kept.part.to(self._device)

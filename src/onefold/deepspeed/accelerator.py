@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from onefold.deepspeed import comm

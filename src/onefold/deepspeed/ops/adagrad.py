@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from onefold.deepspeed.spec import OptimizerSpec
 from onefold.errors import OptimizerError
 
 
@@ -27,3 +28,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         if amsgrad:
             raise OptimizerError("DeepSpeedCPUAdagrad has no amsgrad; leave it out")
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What `initialize` runs in its place."""
+        return OptimizerSpec("Adagrad", {name: self.defaults[name] for name in ("lr", "eps", "weight_decay")})

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from onefold.deepspeed.refused import refused
-from onefold.deepspeed.spec import UncorrectedAdam
+from onefold.deepspeed.spec import OptimizerSpec, UncorrectedAdam
 from onefold.errors import OptimizerError
 
 
@@ -31,6 +31,12 @@ class _Adam(torch.optim.Adam):
 
     _later: tuple[str, ...] = ()
 
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What `initialize` runs in its place."""
+        arguments = {name: self.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        return OptimizerSpec("AdamW" if self.defaults["decoupled_weight_decay"] else "Adam", arguments)
+
     def _set_up(
         self,
         params: Iterable[Any],
@@ -43,9 +49,7 @@ class _Adam(torch.optim.Adam):
     ) -> None:
         if amsgrad:
             raise OptimizerError(f"{type(self).__name__} has no amsgrad; nearest: torch.optim.AdamW(amsgrad=True)")
-        torch.optim.Adam.__init__(
-            self, params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=decoupled
-        )
+        torch.optim.Adam.__init__(self, params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=decoupled)
 
 
 class FusedAdam(_Adam):

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from onefold.deepspeed.spec import OptimizerSpec
+
 
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay.
@@ -21,6 +23,11 @@ class Lion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(model_params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What `initialize` runs in its place."""
+        return OptimizerSpec("Lion", dict(self.defaults))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,27 +1,5 @@
-"""DeepSpeed's module `runtime.dataloader`: a loader that begins again."""
+"""DeepSpeed's module `runtime.dataloader`."""
 
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from onefold.deepspeed.loader import DeepSpeedDataLoader, RepeatingLoader
 
-Batch = TypeVar("Batch")
-
-
-class RepeatingLoader(Generic[Batch]):
-    """Batches of `loader` without end: after the last one it begins again.
-
-    Raises:
-        StopIteration: the loader has no batches at all.
-    """
-
-    def __init__(self, loader: Iterable[Batch]) -> None:
-        self.loader = loader
-        self.data_iter = iter(loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        for batch in self.data_iter:
-            return batch
-        self.data_iter = iter(self.loader)
-        return next(self.data_iter)
+__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

@@ -9,7 +9,7 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on `ranks` (-1 in front: all). Before torch.distributed is set up, everywhere; without ranks, nowhere after."""
+    """Log on `ranks` (-1 in front: all; None: on none). Before torch.distributed is set up, every process logs."""
     if not comm.is_initialized():
         logger.log(level, message)
     elif ranks and (ranks[0] == -1 or comm.get_rank() in ranks):
