@@ -5,6 +5,7 @@ which run everything in `RUNS`; rank 0 writes down what came out. No pytest here
 is a property of the process, so that neither kind of run reaches other tests.
 """
 
+import copy
 import os
 import sys
 import traceback
@@ -118,13 +119,13 @@ def arguments(directory, settings, **more):
     )
 
 
-def run_clm(directory, base, settings, model_of=None, resume=None, **more):
+def run_clm(directory, base, settings, resume=None, **more):
     """As examples/pytorch/language-modeling/run_clm.py goes: load, train, evaluate, save."""
     from transformers import AutoModelForCausalLM, Trainer, set_seed
 
     args = arguments(directory, settings, **more)
     set_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(base) if model_of is None else model_of()
+    model = AutoModelForCausalLM.from_pretrained(base)
     trainer = Trainer(model=model, args=args, train_dataset=Words(64), eval_dataset=Words(8, seed=1))
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
@@ -135,58 +136,172 @@ def run_clm(directory, base, settings, model_of=None, resume=None, **more):
         "evaluated": trainer.evaluate()["eval_loss"],
     }
     trainer.save_model(str(directory / "saved"))
-    return found
+    return found, trainer
 
 
 def levels(directory, base):
-    """The same training under each level that DeepSpeed's loss is compared at."""
-    found = {f"zero{stage}": run_clm(directory / f"zero{stage}", base, zero(stage)) for stage in (2, 3)}
-    own = run_clm(directory / "own", base, zero(3) | OWN, max_grad_norm=0.5)
-    return found | {"own": own}
+    """The same training under levels 2 and 3."""
+    return {stage: run_clm(directory / f"zero{stage}", base, zero(stage))[0] for stage in (2, 3)}
 
 
 def plans(directory, base):
-    """Other places for the state, and number formats."""
+    """Other places for the state."""
     kinds = {
         "zero0": zero(0),
         "zero1": zero(1),
         "offload2": zero(2, **OFFLOAD),
         "offload3": zero(3, **OFFLOAD, offload_param={"device": "cpu"}),
+        "own": zero(3) | OWN,
         "own-offload": zero(2, **OFFLOAD) | OWN,
     }
-    return {name: run_clm(directory / name, base, settings) for name, settings in kinds.items()}
-
-
-def saved(directory, base):
-    """What `save_model` wrote under each level, and the weights it was trained to."""
-    import onefold
-    from transformers import AutoModelForCausalLM, Trainer
-
-    found = {}
-    for stage in (0, 1, 2, 3):
-        args = arguments(directory / str(stage), zero(stage), save_strategy="steps", save_steps=2)
-        trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(base), args=args, train_dataset=Words(64))
-        trainer.train()
-        trainer.save_model(str(directory / f"saved{stage}"))
-        weights = onefold.full_state_dict(trainer.model_wrapped.module, dtype="fp32")
-        again = AutoModelForCausalLM.from_pretrained(str(directory / f"saved{stage}")) if stage < 3 else None
-        found[stage] = weights, None if again is None else again.state_dict()
-        found[f"losses{stage}"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return found
+    return {name: run_clm(directory / name, base, settings)[0] for name, settings in kinds.items()}
 
 
 def resumed(directory, base):
-    """Stopped after two of four steps, and taken up again."""
+    """Saved after two of four steps, and taken up again; the better one of both is loaded at the end."""
+    from safetensors.torch import load_file
+
+    import onefold
+
     found = {}
-    for stage in (0, 2, 3):
+    for stage in (2, 3):
         where = directory / str(stage)
-        whole = run_clm(where, base, zero(stage), save_strategy="steps", save_steps=2)
-        rest = run_clm(where, base, zero(stage), resume=str(where / "checkpoint-2"))
-        found[stage] = whole["losses"], rest["losses"]
+        often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        whole, trainer = run_clm(where, base, zero(stage), **often, load_best_model_at_end=True)
+        weights = onefold.full_state_dict(trainer.model_wrapped.module, dtype="fp32")
+        dist.barrier()
+        written = load_file(where / "saved" / "model.safetensors")
+        rest, _ = run_clm(where, base, zero(stage), resume=str(where / "checkpoint-2"))
+        best = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        found[stage] = {"whole": whole, "rest": rest, "weights": weights, "written": written, "best": min(best[:2])}
     return found
 
 
-RUNS = {"levels": levels, "plans": plans, "saved": saved, "resumed": resumed}
+def adapted(directory, base):
+    """LoRA: what it is trained to, and what a plain model is with the adapter that was saved."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from onefold.deepspeed.zero import GatheredParameters
+
+    found = {}
+    words = Words(4, seed=2).words
+    for stage in (2, 3):
+        args = arguments(directory / str(stage), zero(stage, **OFFLOAD))
+        torch.manual_seed(7)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+        trainer = Trainer(model=model, args=args, train_dataset=Words(64))
+        trainer.train()
+        trainer.save_model(str(directory / f"adapter{stage}"))
+        with torch.no_grad(), GatheredParameters(list(model.parameters())):
+            trained = trainer.model_wrapped(input_ids=words).logits.clone()
+        found[f"losses{stage}"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        dist.barrier()
+        unset_hf_deepspeed_config()  # or from_pretrained would split the next model too
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory / f"adapter{stage}")
+        with torch.no_grad():
+            found[stage] = trained, plain(input_ids=words).logits
+    return found
+
+
+def grown(directory, base):
+    """Made of a configuration under level 3, with more words than it had, beside the same without DeepSpeed."""
+    from transformers import AutoModelForCausalLM, set_seed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import deepspeed
+
+    def make():
+        set_seed(4)
+        model = AutoModelForCausalLM.from_config(config())
+        model.resize_token_embeddings(WORDS + 6, mean_resizing=False)
+        return model
+
+    plain = make().state_dict()
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    kept = HfDeepSpeedConfig(settings)
+    model = make()
+    is_asleep = [type(param).__name__ == "Asleep" for param in model.model.layers.parameters()]
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        values = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    del kept
+    return {"plain": plain, "split": values, "asleep": all(is_asleep)}
+
+
+def accelerated(directory, base):
+    """A loop of accelerate's, as its examples have it."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+    from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
+
+    found = {}
+    fixed = zero(3) | copy.deepcopy(OWN) | {"bf16": {"enabled": False}}
+    fixed["optimizer"]["params"] |= {"betas": [0.9, 0.999], "eps": 1e-8}
+    for name, settings in {"plugin": None, "file": fixed, "bf16": None}.items():
+        begin()
+        plugin = DeepSpeedPlugin(
+            zero_stage=2 if name == "plugin" else 3,
+            gradient_accumulation_steps=2,
+            gradient_clipping=1.0,
+            hf_ds_config=settings,
+            zero3_init_flag=name == "bf16",
+            zero3_save_16bit_model=True,
+        )
+        accelerator = Accelerator(
+            deepspeed_plugin=plugin, mixed_precision="bf16" if name == "bf16" else "no", gradient_accumulation_steps=2
+        )
+        model = AutoModelForCausalLM.from_pretrained(base)
+        if settings is None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+            schedule = get_linear_schedule_with_warmup(optimizer, 1, 8)
+        else:
+            optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+            schedule = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2)
+        loader = torch.utils.data.DataLoader(Words(64), batch_size=2)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        losses, norms = [], []
+        for index, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+            if index == 3:
+                accelerator.save_state(str(directory / name))
+            if index == 7:
+                break
+        state = accelerator.get_state_dict(model)
+        accelerator.load_state(str(directory / name))
+        batch = next(iter(loader))
+        words = accelerator.unwrap_model(model).generate(
+            batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False, pad_token_id=0
+        )
+        with torch.no_grad():
+            again = accelerator.gather_for_metrics(model(**batch).loss).mean().item()
+        found[name] = {"losses": losses, "norms": norms, "names": sorted(state or ()), "again": again}
+        found[name]["unwrapped"] = type(accelerator.unwrap_model(model)).__name__
+        found[name]["generated"] = words.tolist()
+        found[name]["rate"] = schedule.get_last_lr()
+        accelerator.free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+RUNS = {
+    "levels": levels,
+    "plans": plans,
+    "resumed": resumed,
+    "adapted": adapted,
+    "grown": grown,
+    "accelerated": accelerated,
+}
 
 
 def act(rank, kind, directory):

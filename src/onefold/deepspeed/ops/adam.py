@@ -49,7 +49,9 @@ class _Adam(torch.optim.Adam):
     ) -> None:
         if amsgrad:
             raise OptimizerError(f"{type(self).__name__} has no amsgrad; nearest: torch.optim.AdamW(amsgrad=True)")
-        torch.optim.Adam.__init__(self, params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=decoupled)
+        torch.optim.Adam.__init__(
+            self, params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=decoupled
+        )
 
 
 class FusedAdam(_Adam):
