@@ -207,10 +207,9 @@ def adapted(directory, base):
 
 def grown(directory, base):
     """Made of a configuration under level 3, with more words than it had, beside the same without DeepSpeed."""
+    import deepspeed
     from transformers import AutoModelForCausalLM, set_seed
     from transformers.integrations import HfDeepSpeedConfig
-
-    import deepspeed
 
     def make():
         set_seed(4)

@@ -1,4 +1,4 @@
-"""Promise: scripts written for DeepSpeed with transformers' Trainer and with accelerate run on Onefold unchanged but for
+"""Promise: scripts written for DeepSpeed, with transformers' Trainer or accelerate, run on Onefold after one call of
 `onefold.deepspeed.install()`, and compute what they compute with DeepSpeed."""
 
 import os

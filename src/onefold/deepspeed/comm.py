@@ -35,7 +35,6 @@ from torch.distributed import (
     scatter,
     send,
 )
-
 from torch.distributed.device_mesh import init_device_mesh
 
 from onefold.deepspeed.refused import refused
