@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from onefold.access import guard_state_dict
+from onefold.access import gathered, guard_state_dict
 from onefold.agree import check_agreement, together
 from onefold.build import Builder, Formats
 from onefold.comm import Comm, connect, default_device, start
@@ -28,7 +28,7 @@ from onefold.plan import NAMED_PLANS, Plan
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
-from onefold.session import Session, is_sharded
+from onefold.session import Session, is_sharded, session_of
 from onefold.streams import lanes_for, poll_oldest, wait_for_oldest
 from onefold.tier import storehouses
 from onefold.unit import Unit
@@ -191,6 +191,19 @@ def _check_options(mesh: Any, prefetch_bytes: int | None, keep_bytes: KeepChoice
         raise ShardError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh of one axis, or None for all ranks")
     if torch.is_inference_mode_enabled():
         raise ShardError("onefold.shard inside torch.inference_mode makes tensors that can never be trained; leave it")
+
+
+def compile_units(model: nn.Module, compiler: Compiler) -> None:
+    """Let `compiler` compile the forward of every block of a sharded model, as `shard(compile=True)` has it done. Only
+    for models whose units were found, not given.
+
+    Raises:
+        OnefoldError: the model is not sharded.
+    """
+    session_of(model, "compiling")
+    with gathered(model):
+        specs = discover(model, None)
+    _compile(model, specs, False, compiler)
 
 
 def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:

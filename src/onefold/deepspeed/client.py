@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.deepspeed.spec import NATIVE, OptimizerSpec, Translation
+from onefold.deepspeed.spec import NATIVE, OptimizerSpec, Translation, UncorrectedAdam
 from onefold.dtypes import DynamicLossScale
 from onefold.errors import OptimizerError
 from onefold.optimizer import Optimizer
@@ -157,8 +157,11 @@ def _recipe(client: torch.optim.Optimizer) -> tuple[OptimizerSpec, type[torch.op
     if isinstance(own, OptimizerSpec):  # one of onefold.deepspeed.ops
         return own, None
     cls, defaults = type(client), dict(client.defaults)
-    name = "AdamW" if cls is torch.optim.Adam and defaults.get("decoupled_weight_decay") else cls.__name__
-    if name in NATIVE and cls is getattr(torch.optim, cls.__name__, None):
+    if isinstance(client, UncorrectedAdam):
+        return OptimizerSpec("UncorrectedAdam", defaults | {"decoupled": client.decoupled}), UncorrectedAdam
+    base = _torchs(cls)
+    name = "AdamW" if base is torch.optim.Adam and defaults.get("decoupled_weight_decay") else base.__name__
+    if name in NATIVE and base is getattr(torch.optim, base.__name__, None):
         taken = signature(NATIVE[name]).parameters
         arguments = {key: value for key, value in defaults.items() if key in taken}
         rest = [key for key, value in defaults.items() if key not in taken and key not in _HOW and value]
@@ -167,6 +170,14 @@ def _recipe(client: torch.optim.Optimizer) -> tuple[OptimizerSpec, type[torch.op
     taken = signature(cls).parameters
     arguments = {key: value for key, value in defaults.items() if key in taken and key not in _HOW}
     return OptimizerSpec(cls.__name__, arguments), cls
+
+
+def _torchs(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class of torch.optim that `cls` is under other arguments; itself, if it changes more than those."""
+    base = next((each for each in cls.__mro__ if each.__module__.startswith("torch.optim")), cls)
+    above = cls.__mro__[: cls.__mro__.index(base)]
+    own = {name for each in above for name in vars(each) if not name.startswith("__")}
+    return cls if any(hasattr(base, name) for name in own) else base
 
 
 def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:

@@ -9,28 +9,29 @@ nothing from the script in either case: it is applied inside of the model.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onefold.access import accumulate
-from onefold.deepspeed import saves
 from onefold.deepspeed.config import Config
 from onefold.deepspeed.loader import DeepSpeedDataLoader, make_loader
 from onefold.deepspeed.names import told
-from onefold.deepspeed.queries import Queries
+from onefold.deepspeed.saves import Saves
 from onefold.deepspeed.spec import Translation
 from onefold.errors import EngineError
 from onefold.hooks import map_tensors
 from onefold.optimizer import Optimizer
 from onefold.session import session_of
+from onefold.shard import compile_units
 
 _log = logging.getLogger("onefold")
 _TRAIN = "train"
 
 
-class DeepSpeedEngine(Queries, nn.Module):
+class DeepSpeedEngine(Saves):
     """What `initialize` returns: a sharded model with its optimizer and schedule, used as DeepSpeed's engine.
 
     Attributes:
@@ -41,6 +42,7 @@ class DeepSpeedEngine(Queries, nn.Module):
         global_steps, global_samples: steps, skipped ones included, and samples on all ranks so far.
         skipped_steps: those that were skipped because gradients were not finite.
         micro_steps: calls of `step` so far.
+        is_compiled: whether blocks are compiled.
         device, local_rank, global_rank, world_size, dp_world_size: where this process is, and among how many.
     """
 
@@ -79,6 +81,7 @@ class DeepSpeedEngine(Queries, nn.Module):
         """Calls of `backward` since the last step."""
         self._depth = 0
         """Calls of `backward` that run."""
+        self.is_compiled = translation.compile
         self._was_applied = False
         self._grad_norm: float | None = None
 
@@ -309,105 +312,31 @@ class DeepSpeedEngine(Queries, nn.Module):
     def _of_groups(self, name: str) -> list[Any]:
         return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
 
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The model's `state_dict`. Under ZeRO 3 it needs whole parameters: `with onefold.gathered(engine.module):`."""
-        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(f"{prefix}{name}", None)
-        return state
-
-    def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
-    ) -> None:
-        """Load `checkpoint["module"]`, whole weights, into the model. A collective."""
-        _refuse_custom(custom_load_fn)
-        self.module.load_state_dict(checkpoint["module"], strict=strict)
-
-    # --- checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write a checkpoint, `save_dir/tag`, for any number of ranks and any plan. A collective.
-
-        Args:
-            tag: the same on every rank; None is `global_stepN`.
-            client_state: numbers, strings, tensors, and containers of them, for `load_checkpoint` to return; rank 0's.
-            save_latest: write the tag into the file `latest` once the checkpoint is there.
-            exclude_frozen_parameters: has no effect: a checkpoint is always whole.
-        Raises:
-            CheckpointError: on every rank, if any cannot. Older checkpoints stay as they were.
-        """
-        return saves.save_checkpoint(self, save_dir, tag, client_state or {}, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Take back what `save_checkpoint` wrote, at any number of ranks and under any plan. A collective.
-
-        Args:
-            tag: None is the one that the file `latest` names.
-            load_module_strict: has no effect: checkpoints are whole, and have to fit.
-            load_optimizer_states: False leaves the optimizer, and random generators, as they are.
-            load_lr_scheduler_states: False leaves the schedule as it is.
-            load_module_only: take weights and buffers alone.
-        Returns:
-            The path and the client state; (None, None) where no tag is given and there is no file `latest`.
-        Raises:
-            CheckpointError: on every rank; there is no such checkpoint, it does not fit, or it is DeepSpeed's own,
-                which is imported first; the message has the command.
-        """
-        _refuse_custom(custom_load_fn)
-        return saves.load_checkpoint(
-            self,
-            load_dir,
-            tag,
-            with_optimizer=load_optimizer_states,
-            with_scheduler=load_lr_scheduler_states,
-            only_module=load_module_only,
-        )
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the weights into one file, for `torch.load`, in the dtypes that the model computes in. A collective.
-
-        Returns:
-            False, and nothing is written, where parameters are split and `stage3_gather_16bit_weights_on_model_save`
-            is not set.
-        """
-        return saves.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights on rank 0, None on others: accelerate and transformers save them. A collective."""
-        state = saves.weights(self, exclude_frozen_parameters)
-        return state if self.global_rank == 0 else None
-
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-
     # --- the end
+
+    def compile(  # as DeepSpeed's engine has it, not torch's modules
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the forward of every block, unless the configuration did.
+
+        Args:
+            backend, compile_kwargs: for `torch.compile`.
+        Raises:
+            EngineError: with a schedule or compiled autograd, which are DeepCompile's.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise EngineError(
+                "engine.compile compiles blocks: leave out schedule= and compiled_autograd_enabled=; gathers stay "
+                "outside of compiled code, and overlap with it"
+            )
+        if not self.is_compiled:
+            more = {key: value for key, value in (compile_kwargs or {}).items() if key != "backend"}
+            compile_units(self.module, partial(torch.compile, backend=backend, **more))
+            self.is_compiled = True
 
     def empty_partition_cache(self) -> None:
         """Does nothing: parameters that are split are given back after every pass."""
@@ -427,14 +356,6 @@ class DeepSpeedEngine(Queries, nn.Module):
         if module is not None and hasattr(module, name):
             return getattr(module, name)
         raise AttributeError(told(name))
-
-
-def _refuse_custom(custom_load_fn: Callable[..., Any] | None) -> None:
-    if custom_load_fn is not None:
-        raise EngineError(
-            "custom_load_fn is not called: weights are read straight into shards; write them inside "
-            "`with onefold.gathered(engine.module, write=True):`"
-        )
 
 
 def _shown(value: Any) -> str:

@@ -7,21 +7,20 @@ process that ends in between leaves `latest` as it was.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onefold.agree import together
 from onefold.checkpoint import load, save
-from onefold.errors import CheckpointError, WeightsError
+from onefold.deepspeed.queries import Queries
+from onefold.errors import CheckpointError, EngineError, WeightsError
 from onefold.export import full_state_dict
+from onefold.optimizer import Optimizer
 from onefold.session import session_of
-
-if TYPE_CHECKING:
-    from onefold.deepspeed.engine import DeepSpeedEngine
 
 LATEST = "latest"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -29,9 +28,9 @@ _log = logging.getLogger("onefold")
 
 
 def save_checkpoint(
-    engine: "DeepSpeedEngine", save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool
+    engine: "Saves", save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool
 ) -> bool:
-    """Write `save_dir/tag`, and then its name into `save_dir/latest`. See `DeepSpeedEngine.save_checkpoint`."""
+    """Write `save_dir/tag`, and then its name into `save_dir/latest`. See `Saves.save_checkpoint`."""
     if not str(save_dir):
         raise CheckpointError(f"save_dir={save_dir!r}: give the name of a directory")
     session = session_of(engine.module, "save_checkpoint")
@@ -81,9 +80,9 @@ def _name(directory: Path, name: str, rank: int) -> None:
 
 
 def load_checkpoint(
-    engine: "DeepSpeedEngine", load_dir: str, tag: Any, *, with_optimizer: bool, with_scheduler: bool, only_module: bool
+    engine: "Saves", load_dir: str, tag: Any, *, with_optimizer: bool, with_scheduler: bool, only_module: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Read `load_dir/tag`, or what `load_dir/latest` names. See `DeepSpeedEngine.load_checkpoint`."""
+    """Read `load_dir/tag`, or what `load_dir/latest` names. See `Saves.load_checkpoint`."""
     session = session_of(engine.module, "load_checkpoint")
     directory = Path(load_dir).absolute()
     name = str(tag) if tag is not None else session.comm.exchange_objects(_latest(directory))[0]
@@ -129,15 +128,15 @@ def _check_ours(path: Path, directory: Path, name: str) -> None:
         )
 
 
-def weights(engine: "DeepSpeedEngine", without_frozen: bool) -> dict[str, Tensor]:
+def weights(engine: "Saves", without_frozen: bool) -> dict[str, Tensor]:
     """The whole model on rank 0, in the dtypes that it computes in; {} on others. A collective."""
     state = full_state_dict(engine.module)
     frozen = {name for name, param in engine.module.named_parameters() if not param.requires_grad}
     return {name: value for name, value in state.items() if not (without_frozen and name in frozen)}
 
 
-def save_16bit_model(engine: "DeepSpeedEngine", save_dir: str, filename: str, without_frozen: bool) -> bool:
-    """Write the weights into one file. See `DeepSpeedEngine.save_16bit_model`."""
+def save_16bit_model(engine: "Saves", save_dir: str, filename: str, without_frozen: bool) -> bool:
+    """Write the weights into one file. See `Saves.save_16bit_model`."""
     path = Path(save_dir).absolute() / filename
     if engine.zero_optimization_partition_weights() and not engine.zero_gather_16bit_weights_on_model_save():
         _log.warning(
@@ -167,3 +166,117 @@ def _write(path: Path, state: Mapping[str, Tensor], rank: int) -> None:
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where the disk is full
         fresh.unlink(missing_ok=True)
         raise WeightsError(f"{path} could not be written: {error}") from error
+
+
+class Saves(Queries, nn.Module):
+    """The part of an engine that writes and reads files."""
+
+    module: nn.Module
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    global_steps: int
+    global_rank: int
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's `state_dict`. Under ZeRO 3 it needs whole parameters: `with onefold.gathered(engine.module):`."""
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(f"{prefix}{name}", None)
+        return state
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load `checkpoint["module"]`, whole weights, into the model. A collective."""
+        _refuse_custom(custom_load_fn)
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint, `save_dir/tag`, for any number of ranks and any plan. A collective.
+
+        Args:
+            tag: the same on every rank; None is `global_stepN`.
+            client_state: numbers, strings, tensors, and containers of them, for `load_checkpoint` to return; rank 0's.
+            save_latest: write the tag into the file `latest` once the checkpoint is there.
+            exclude_frozen_parameters: has no effect: a checkpoint is always whole.
+        Raises:
+            CheckpointError: on every rank, if any cannot. Older checkpoints stay as they were.
+        """
+        return save_checkpoint(self, save_dir, tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Take back what `save_checkpoint` wrote, at any number of ranks and under any plan. A collective.
+
+        Args:
+            tag: None is the one that the file `latest` names.
+            load_module_strict: has no effect: checkpoints are whole, and have to fit.
+            load_optimizer_states: False leaves the optimizer, and random generators, as they are.
+            load_lr_scheduler_states: False leaves the schedule as it is.
+            load_module_only: take weights and buffers alone.
+        Returns:
+            The path and the client state; (None, None) where no tag is given and there is no file `latest`.
+        Raises:
+            CheckpointError: on every rank; there is no such checkpoint, it does not fit, or it is DeepSpeed's own,
+                which is imported first; the message has the command.
+        """
+        _refuse_custom(custom_load_fn)
+        return load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+            only_module=load_module_only,
+        )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights into one file, for `torch.load`, in the dtypes that the model computes in. A collective.
+
+        Returns:
+            False, and nothing is written, where parameters are split and `stage3_gather_16bit_weights_on_model_save`
+            is not set.
+        """
+        return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights on rank 0, None on others: accelerate and transformers save them. A collective."""
+        state = weights(self, exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+
+def _refuse_custom(custom_load_fn: Callable[..., Any] | None) -> None:
+    if custom_load_fn is not None:
+        raise EngineError(
+            "custom_load_fn is not called: weights are read straight into shards; write them inside "
+            "`with onefold.gathered(engine.module, write=True):`"
+        )
