@@ -151,20 +151,19 @@ class Nursery:
             raise
         finally:
             self._gathered -= 1
-            if write:
-                self._agree(problem)
+            failed = self._failed(problem) if write else None
+            if write and failed is None:
                 self._fall_asleep([(param.__dict__["_onefold_kept"].name, param) for param in params])
             else:
                 for param in params:
                     self._hide(param)
+            if problem is None and failed is not None:
+                raise OnefoldError(f"{failed} with parameters gathered, so rank {self._comm.rank} stops too")
 
-    def _agree(self, problem: BaseException | None) -> None:
+    def _failed(self, problem: BaseException | None) -> str | None:
+        """Which rank failed, and how; None if none did."""
         stories = self._comm.exchange_objects(None if problem is None else str(problem) or type(problem).__name__)
-        failed = next((rank for rank, story in enumerate(stories) if story is not None), None)
-        if problem is None and failed is not None:
-            raise OnefoldError(
-                f"rank {failed} failed with parameters gathered, so rank {self._comm.rank} stops too: {stories[failed]}"
-            )
+        return next((f"rank {rank} failed ({story})" for rank, story in enumerate(stories) if story is not None), None)
 
     # --- falling asleep, waking -------------------------------------------------------------------------------------
 
