@@ -136,7 +136,7 @@ def _of_client(model: nn.Module, client: torch.optim.Optimizer) -> Brought:
             "initialize shards the model and makes Onefold's optimizer itself: hand it the model as it is, with an "
             "optimizer of torch.optim, or with none and one in the configuration"
         )
-    if client.state:
+    if any(float(state.get("step", 1)) for state in client.state.values()):  # Adagrad's has no steps at first
         raise OptimizerError(
             f"this {type(client).__name__} has made steps or loaded state, which cannot be taken into shards: hand "
             "over a new one, and load with engine.load_checkpoint"

@@ -1,6 +1,6 @@
 """Owns DeepSpeed's Adagrad class, for `initialize`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,9 +9,11 @@ from onefold.deepspeed.spec import OptimizerSpec
 from onefold.errors import OptimizerError
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad with DeepSpeed's arguments.
+class DeepSpeedCPUAdagrad(torch.optim.Optimizer):
+    """Adagrad (Duchi et al. 2011) for state on the host. It makes no state before its first step, unlike torch's.
 
+    Args:
+        model_params: parameters, or groups of them.
     Raises:
         OptimizerError: amsgrad, which Adagrad does not have.
     """
@@ -27,9 +29,26 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     ) -> None:
         if amsgrad:
             raise OptimizerError("DeepSpeedCPUAdagrad has no amsgrad; leave it out")
-        super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
+        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @property
     def spec(self) -> OptimizerSpec:
         """What `initialize` runs in its place."""
-        return OptimizerSpec("Adagrad", {name: self.defaults[name] for name in ("lr", "eps", "weight_decay")})
+        return OptimizerSpec("Adagrad", dict(self.defaults))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad.add(param, alpha=group["weight_decay"])
+                total = self.state[param].setdefault("sum", torch.zeros_like(param))
+                total.addcmul_(grad, grad)
+                param.addcdiv_(grad, total.sqrt().add_(group["eps"]), value=-group["lr"])
+        return loss

@@ -104,9 +104,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         max_shard_size: of one file of safetensors ("5GB", "500MB", or bytes).
     """
-    target = Path(output_dir)
+    target, most = Path(output_dir), _bytes(max_shard_size)
     if safe_serialization and not exclude_frozen_parameters:
-        export(_checkpoint(checkpoint_dir, tag), target, dtype="fp32", max_file_bytes=_bytes(max_shard_size))
+        export(_checkpoint(checkpoint_dir, tag), target, dtype="fp32", max_file_bytes=most)
         return
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     target.mkdir(parents=True, exist_ok=True)
