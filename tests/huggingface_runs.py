@@ -229,40 +229,40 @@ def grown(directory, base):
     return {"plain": plain, "split": values, "asleep": all(is_asleep)}
 
 
-def accelerated(directory, base):
-    """A loop of accelerate's, as its examples have it."""
+def prepared(base, name, settings):
+    """Accelerator, model, optimizer, loader and schedule, as accelerate's examples make them."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
     from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
-    found = {}
-    fixed = zero(3) | copy.deepcopy(OWN) | {"bf16": {"enabled": False}}
-    fixed["optimizer"]["params"] |= {"betas": [0.9, 0.999], "eps": 1e-8}
-    for name, settings in {"plugin": None, "file": fixed, "bf16": None}.items():
-        begin()
-        plugin = DeepSpeedPlugin(
-            zero_stage=2 if name == "plugin" else 3,
-            gradient_accumulation_steps=2,
-            gradient_clipping=1.0,
-            hf_ds_config=settings,
-            zero3_init_flag=name == "bf16",
-            zero3_save_16bit_model=True,
-        )
-        accelerator = Accelerator(
-            deepspeed_plugin=plugin, mixed_precision="bf16" if name == "bf16" else "no", gradient_accumulation_steps=2
-        )
-        model = AutoModelForCausalLM.from_pretrained(base)
-        if settings is None:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-            schedule = get_linear_schedule_with_warmup(optimizer, 1, 8)
-        else:
-            optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
-            schedule = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2)
-        loader = torch.utils.data.DataLoader(Words(64), batch_size=2)
-        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-        losses, norms = [], []
-        for index, batch in enumerate(loader):
+    begin()
+    plugin = DeepSpeedPlugin(
+        zero_stage=2 if name == "plugin" else 3,
+        gradient_accumulation_steps=2,
+        gradient_clipping=1.0,
+        hf_ds_config=settings,
+        zero3_init_flag=name == "bf16",
+        zero3_save_16bit_model=True,
+    )
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin, mixed_precision="bf16" if name == "bf16" else "no", gradient_accumulation_steps=2
+    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if settings is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+        schedule = get_linear_schedule_with_warmup(optimizer, 1, 8)
+    else:
+        optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+        schedule = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2)
+    loader = torch.utils.data.DataLoader(Words(16), batch_size=2)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def loop(accelerator, model, optimizer, loader, schedule, directory):
+    """Eight micro-batches, two a step. The state is saved after four."""
+    losses, norms = [], []
+    for epoch in range(2):
+        for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -272,24 +272,29 @@ def accelerated(directory, base):
                 schedule.step()
                 optimizer.zero_grad()
             losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
-            if index == 3:
-                accelerator.save_state(str(directory / name))
-            if index == 7:
-                break
-        state = accelerator.get_state_dict(model)
+        if epoch == 0:
+            accelerator.save_state(str(directory))
+    return {"losses": losses, "norms": norms}
+
+
+def accelerated(directory, base):
+    """A loop of accelerate's; then everything else that is done with a prepared model."""
+    fixed = zero(3) | copy.deepcopy(OWN) | {"bf16": {"enabled": False}}
+    fixed["optimizer"]["params"] |= {"betas": [0.9, 0.999], "eps": 1e-8}
+    found = {}
+    for name, settings in {"plugin": None, "file": fixed, "bf16": None}.items():
+        accelerator, model, optimizer, loader, schedule = prepared(base, name, settings)
+        found[name] = loop(accelerator, model, optimizer, loader, schedule, directory / name)
+        state = accelerator.get_state_dict(model)  # on rank 0
         accelerator.load_state(str(directory / name))
         batch = next(iter(loader))
-        words = accelerator.unwrap_model(model).generate(
-            batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False, pad_token_id=0
-        )
+        inner = accelerator.unwrap_model(model)
+        words = inner.generate(batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False, pad_token_id=0)
         with torch.no_grad():
             again = accelerator.gather_for_metrics(model(**batch).loss).mean().item()
-        found[name] = {"losses": losses, "norms": norms, "names": sorted(state or ()), "again": again}
-        found[name]["unwrapped"] = type(accelerator.unwrap_model(model)).__name__
-        found[name]["generated"] = words.tolist()
-        found[name]["rate"] = schedule.get_last_lr()
+        found[name] |= {"again": again, "generated": words.tolist(), "names": sorted(state or ())}
+        found[name] |= {"unwrapped": type(inner).__name__, "rate": schedule.get_last_lr()}
         accelerator.free_memory()
-        AcceleratorState._reset_state(reset_partial_state=True)
     return found
 
 

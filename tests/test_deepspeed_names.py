@@ -2,22 +2,22 @@
 `deepspeed`; what Onefold does not do is refused by name."""
 
 import argparse
+import ast
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import onefold
 import onefold.deepspeed as deepspeed
 from onefold.deepspeed import checkpointing, comm
-from onefold.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from onefold.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from onefold.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from onefold.errors import ConfigError, OptimizerError
+from onefold.errors import ConfigError
 
 NAMES = {
     "": (
@@ -41,7 +41,15 @@ NAMES = {
         ),
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_scatter"),
         *("reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather", "scatter", "send", "recv", "isend"),
-        *("irecv", "all_to_all", "all_to_all_single", "destroy_process_group", "ReduceOp", "log_summary"),
+        *(
+            "irecv",
+            "monitored_barrier",
+            "all_to_all",
+            "all_to_all_single",
+            "destroy_process_group",
+            "ReduceOp",
+            "log_summary",
+        ),
     ),
     "moe": ("MoE",),
     "ops": ("adam", "adagrad", "lamb", "lion"),
@@ -183,93 +191,58 @@ def test_install_makes_deepspeed_mean_onefold(script):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
+# What libraries take and Onefold does not have: sequence parallelism, and what `accelerate launch` asks beforehand.
+LACKED = ("deepspeed.runtime.sequence_parallel", "deepspeed.launcher", "deepspeed.utils.is_initialized")
 
-OPTIMIZERS = {
-    "FusedAdam": (lambda p: FusedAdam(p, lr=0.05, weight_decay=0.1), "AdamW", {"lr": 0.05, "weight_decay": 0.1}),
-    "FusedAdam, L2": (
-        lambda p: FusedAdam(p, 0.05, True, (0.8, 0.9), 1e-6, False, 0.1),
-        "Adam",
-        {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1},
-    ),
-    "DeepSpeedCPUAdam": (lambda p: DeepSpeedCPUAdam(p, lr=0.05), "AdamW", {"lr": 0.05, "weight_decay": 0.0}),
-    "DeepSpeedCPUAdam, L2": (
-        lambda p: DeepSpeedCPUAdam(p, lr=0.05, weight_decay=0.1, adamw_mode=False),
-        "Adam",
-        {"lr": 0.05, "weight_decay": 0.1},
-    ),
-    "DeepSpeedCPULion": (
-        lambda p: DeepSpeedCPULion(p, lr=0.01, weight_decay=0.1),
-        "Lion",
-        {"lr": 0.01, "betas": (0.9, 0.999), "weight_decay": 0.1},
-    ),
-    "FusedLion": (lambda p: FusedLion(p, 0.01, (0.8, 0.9)), "Lion", {"lr": 0.01, "betas": (0.8, 0.9)}),
-    "DeepSpeedCPUAdagrad": (
-        lambda p: DeepSpeedCPUAdagrad(p, lr=0.05, weight_decay=0.1),
-        "Adagrad",
-        {"lr": 0.05, "weight_decay": 0.1},
-    ),
-    "Adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.05), "Adagrad", {"lr": 0.05}),
-}
+
+def taken_by(path):
+    """Dotted names of DeepSpeed's that a source file imports or looks up."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    is_imported = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed" and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "deepspeed"]
+            is_imported = is_imported or bool(names)
+            yield from names
+    for node in ast.walk(tree) if is_imported else ():
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("deepspeed."):
+            yield ast.unparse(node)
+
+
+def is_there(name):
+    thing = deepspeed
+    for part in name.split(".")[1:]:
+        if not hasattr(thing, part):
+            try:
+                import_module(f"{thing.__name__}.{part}")
+            except (ImportError, AttributeError):
+                return False
+        thing = getattr(thing, part)
+    return True
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate", "peft"])
+def test_every_name_that_a_library_takes_from_deepspeed_is_there(library):
+    places = find_spec(library).submodule_search_locations
+    sources = [path for place in places for path in Path(place).rglob("*.py") if "test_utils" not in path.parts]
+    names = {
+        name
+        for path in sources
+        if re.search(rb"^\s*(import|from) deepspeed", path.read_bytes(), re.MULTILINE)
+        for name in taken_by(path)
+    }
+    assert "deepspeed" in names
+    assert sorted(name for name in names if not is_there(name) and not name.startswith(LACKED)) == []
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 def net():
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-def loss_of(model, step):
-    return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_run_as_onefolds_own_and_by_themselves(name):
-    make, own, arguments = OPTIMIZERS[name]
-    model, alone, direct = net(), net(), net()
-    settings = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
-    engine = deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=settings)[0]
-    single = make(alone.parameters())
-    direct = onefold.shard(direct, onefold.ZERO_2)
-    optimizer = getattr(onefold, own)(direct, **arguments)
-    for step in range(3):
-        engine.backward(loss_of(engine, step))
-        engine.step()
-        loss_of(alone, step).backward()
-        single.step(lambda: None)
-        single.zero_grad()
-        loss_of(direct, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found, wanted, by_itself in zip(model.parameters(), direct.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-        torch.testing.assert_close(found.detach(), by_itself.detach(), atol=1e-6, rtol=1e-5)
-    assert engine.optimizer.rule_name == optimizer.rule_name
-
-
-@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
-def test_adam_without_bias_correction_is_what_the_configuration_means_by_it(cls):
-    found = []
-    for mine in (True, False):
-        model = net()
-        given = {"optimizer": cls(model.parameters(), lr=0.05, bias_correction=False, weight_decay=0.1)} if mine else {}
-        params = {"lr": 0.05, "bias_correction": False, "weight_decay": 0.1}
-        settings = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
-        if not mine:
-            settings["optimizer"] = {"type": "Adam", "params": params}
-        engine = deepspeed.initialize(model=model, config=settings, **given)[0]
-        engine.backward(loss_of(engine, 0))
-        engine.step()
-        found.append(list(model.parameters()))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad])
-def test_amsgrad_is_refused_as_in_deepspeed(cls):
-    with pytest.raises(OptimizerError, match="amsgrad"):
-        cls(net().parameters(), amsgrad=True)
-
-
-# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 def communicate(rank, num_ranks):
@@ -293,9 +266,12 @@ def test_the_accelerator_answers_what_scripts_ask():
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     assert device.device_name() == torch.device(device.current_device_name()).type == kind
     assert device.communication_backend_name() == {"cuda": "nccl", "cpu": "gloo"}[kind]
-    assert device.is_available() and device.is_bf16_supported() and device.device_count() >= 1
+    assert device.is_available()
+    assert device.is_bf16_supported()
+    assert device.device_count() >= 1
     assert 0 < device.available_memory() <= device.total_memory()
-    assert device.memory_allocated() >= 0 and device.max_memory_allocated() >= 0
+    assert 0 <= device.memory_allocated() <= device.total_memory()
+    assert device.max_memory_allocated() >= 0
     assert device.on_accelerator(torch.ones(1, device=kind))
     device.synchronize()
     device.empty_cache()
@@ -345,6 +321,15 @@ def test_loaders_can_repeat_and_leaf_modules_are_found():
     assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear, "Tanh"]) == [model[0], model[1], model[2]]
     with pytest.raises(ConfigError, match="Conv1d"):
         deepspeed.utils.set_z3_leaf_modules(model, [nn.Conv1d])
+
+
+def test_tensors_anywhere_in_a_container_are_moved():
+    tensor = torch.ones(2)
+    found = deepspeed.runtime.utils.move_to_device({"a": [tensor, 3], "b": (tensor,)}, "meta")
+    assert found["a"][0].is_meta
+    assert found["b"][0].is_meta
+    assert found["a"][1] == 3
+    assert not tensor.is_meta
 
 
 def test_what_is_cloned_shares_no_memory():

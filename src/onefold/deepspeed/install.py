@@ -22,7 +22,14 @@ _NAME, _OURS = "deepspeed", "onefold.deepspeed"
 _ASK_EARLY = {"accelerate.utils": "DeepSpeedEngineWrapper"}
 """Modules that look for DeepSpeed as they are imported, and a name that they have if they found it."""
 
-_REASONS = {
+_REASONS = {  # by what a module's name starts with
+    "runtime.sequence_parallel": "there is no sequence parallelism",
+    "runtime.tensor_parallel": "there is no tensor parallelism",
+    "runtime.pipe": "there is no pipeline parallelism",
+    "runtime.hybrid_engine": "there is no engine for inference",
+    "runtime.zero.stage3": "onefold.predicted tells what memory a model and its optimizer take",
+    "runtime.zero.stage_1_and_2": "onefold.predicted tells what memory a model and its optimizer take",
+    "launcher": "runs are started by onefold run, which takes DeepSpeed's options",
     "autotuning": "there is no autotuner",
     "compression": "quantized and compressed training is not supported",
     "inference": "there is no engine for inference",
@@ -74,9 +81,10 @@ class Stead(MetaPathFinder):
             return None
         ours = find_spec(_OURS + fullname.removeprefix(_NAME))
         if ours is None:
-            part = fullname.split(".")[1]
-            reason = f": {_REASONS[part]}" if part in _REASONS else ""
-            raise ModuleNotFoundError(f"onefold.deepspeed has nothing for {fullname}{reason}", name=fullname)
+            asked = fullname.removeprefix(f"{_NAME}.")
+            reasons = [why for part, why in _REASONS.items() if f"{asked}.".startswith(f"{part}.")]
+            told = f"onefold.deepspeed has nothing for {fullname}" + "".join(f": {why}" for why in reasons)
+            raise ModuleNotFoundError(told, name=fullname)
         return ModuleSpec(fullname, _Same(), origin=ours.origin, is_package=ours.submodule_search_locations is not None)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:

@@ -1,14 +1,25 @@
 """DeepSpeed's module `runtime.utils`, as far as scripts use it."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
 
 from onefold.deepspeed import comm
 from onefold.deepspeed.accelerator import get_accelerator
 from onefold.deepspeed.refused import refused
 from onefold.deepspeed.utils.logging import logger
 
-__all__ = ["clip_grad_norm_", "empty_cache", "get_only_unique_item", "noop_decorator", "see_memory_usage"]
+__all__ = [
+    "clip_grad_norm_",
+    "empty_cache",
+    "get_only_unique_item",
+    "move_to_device",
+    "noop_decorator",
+    "see_memory_usage",
+]
 
 clip_grad_norm_ = refused(
     "runtime.utils.clip_grad_norm_", "gradients rest in shards when it could be called", "gradient_clipping"
@@ -29,6 +40,21 @@ def empty_cache() -> None:
     gc.collect()
     device: Any = get_accelerator()
     device.empty_cache()
+
+
+def move_to_device(item: Any, device: "torch.device | str", criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item` with every tensor in it (lists, tuples and dicts) on `device`; those that `criterion_func` picks are moved
+    themselves, so that whoever holds them has them there."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if criterion_func is None or not criterion_func(leaf):
+            return leaf.to(device)
+        leaf.data = leaf.data.to(device)
+        return leaf
+
+    return tree_map(move, item)
 
 
 def noop_decorator(func: Any) -> Any:
