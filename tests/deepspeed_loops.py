@@ -1,16 +1,6 @@
-"""Owns the loops that scripts written for DeepSpeed run, as functions of the module that they import as `deepspeed`.
-
-As a script it is given a directory: it runs every loop under DeepSpeed itself, on forked ranks, and rank 0 writes down
-what each one saw. No pytest here: it runs in processes of its own, so that nothing of DeepSpeed reaches other tests.
-"""
-
-import os
-import sys
-import traceback
-from pathlib import Path
+"""Owns the loops that scripts written for DeepSpeed run, as functions of the module that they import as `deepspeed`."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 WIDTH, MICRO, STEPS = 16, 4, 6
@@ -77,6 +67,7 @@ VARIANTS = {
     "zero2-boundary": ("boundary", settings(2, **TWO)),
     "zero3-unscaled": ("unscaled", settings(3, **TWO)),
     "zero2-unmanaged": ("unmanaged", settings(2, managed_gradient_accumulation=False, **TWO)),
+    **{f"zero{stage}-zeroing": ("zeroing", settings(stage, **TWO)) for stage in (0, 1)},
     "zero0-resized": ("resized", settings(0)),
     "zero0-clip": ("tutorial", settings(0, gradient_clipping=0.05)),
     "zero2-clip": ("tutorial", settings(2, **LARGE)),
@@ -97,6 +88,21 @@ VARIANTS = {
     "zero1-fp16-growing": ("tutorial", settings(1, **GROWING) | STILL),
     "zero2-autocast": ("tutorial", settings(2, torch_autocast={"enabled": True, "dtype": "bfloat16"})),
 }
+
+ALONE = [
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2-offload",
+    "zero3-offload",
+    "zero2-two",
+    "zero3-two-plain",
+    "zero0-clip",
+]
+ALONE += ["zero3-clip", "zero1-warmup", "zero0-client", "zero3-bf16", "zero2-fp16", "zero3-fp16-overflow"]
+CASES = [(1, name) for name in ALONE] + [(2, name) for name in VARIANTS]
+"""Numbers of ranks, and what runs on so many."""
 
 
 class Run:
@@ -234,6 +240,16 @@ def resized(deepspeed, config, *where):
     return run.seen
 
 
+def zeroing(deepspeed, config, *where):
+    """Gradients are cleared in the middle of a step."""
+    run = start(deepspeed, config, *where)
+    for micro_step in range(STEPS * 2):
+        run.engine.zero_grad()
+        run.engine.backward(run.loss(micro_step))
+        run.step()
+    return run.seen
+
+
 def two_groups(model):
     named = list(model.named_parameters())
     return [
@@ -302,7 +318,7 @@ def loader(deepspeed, config, *where):
 
 
 LOOPS = {each.__name__: each for each in (tutorial, plain, outputs, no_sync, boundary, unscaled, unmanaged, resized)}
-LOOPS |= {each.__name__: each for each in (client, callables, groups, loader)}
+LOOPS |= {each.__name__: each for each in (zeroing, client, callables, groups, loader)}
 
 
 def train(deepspeed, name, rank, num_ranks):
@@ -311,55 +327,20 @@ def train(deepspeed, name, rank, num_ranks):
     return LOOPS[loop](deepspeed, config, rank, num_ranks)
 
 
-# --- under DeepSpeed itself
+STOP = 3
+"""Steps before a checkpoint."""
+RESUMED = settings(2, **WARM, **FP16)
 
 
-def act(rank, num_ranks, directory):
-    """The life of one forked rank."""
-    import deepspeed
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    meeting = f"file://{directory / f'meeting-{num_ranks}'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
-    seen = {name: train(deepspeed, name, rank, num_ranks) for name in VARIANTS}
-    if rank == 0:
-        torch.save(seen, directory / f"{num_ranks}.pt")
-    dist.destroy_process_group()
-
-
-def fork(rank, num_ranks, directory):
-    """Start a rank; returns its process id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        act(rank, num_ranks, directory)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def main(directory):
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a kernel for sums on one machine
-    get_accelerator().is_fp16_supported = lambda: True  # it says no of CPUs that have no instructions for it
-    import deepspeed.runtime.zero.muon.muon_optimizer  # else each rank compiles its regular expressions
-
-    torch.set_num_threads(1)
-    public = sorted(name for name in dir(deepspeed.DeepSpeedEngine) if not name.startswith("_"))
-    (directory / "names.txt").write_text("\n".join(public))
-    for num_ranks in (1, 2):
-        children = [fork(rank, num_ranks, directory) for rank in range(num_ranks)]
-        if any([os.waitpid(child, 0)[1] for child in children]):
-            sys.exit(f"a rank of {num_ranks} failed")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def resume(deepspeed, directory, tag, rank, num_ranks, *, is_there):
+    """Train to a checkpoint and on, or from one that is there; returns the client state and what was seen."""
+    run, client_state = start(deepspeed, RESUMED, rank, num_ranks), {"epoch": 2}
+    if is_there:
+        path, client_state = run.engine.load_checkpoint(str(directory), tag)
+        assert path is not None
+    for micro_step in range(STOP if is_there else 0, STEPS):
+        if micro_step == STOP and not is_there:
+            run.engine.save_checkpoint(str(directory), tag, client_state=client_state)
+        run.engine.backward(run.loss(micro_step))
+        run.step()
+    return client_state, run.seen

@@ -10,11 +10,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import deepspeed_loops
-from deepspeed_loops import VARIANTS
+import deepspeed_truth
+from deepspeed_loops import CASES
+from onefold.cli import app
 from onefold.deepspeed import DeepSpeedEngine
 from onefold.deepspeed.names import way_out
+from onefold.errors import CheckpointError
 
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
@@ -31,11 +35,11 @@ def theirs(tmp_path_factory):
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, deepspeed_loops.__file__, str(directory)]
+    command = [sys.executable, deepspeed_truth.__file__, str(directory)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     seen = {num_ranks: torch.load(directory / f"{num_ranks}.pt", weights_only=True) for num_ranks in (1, 2)}
-    return seen | {"names": (directory / "names.txt").read_text().split()}
+    return seen | {"directory": directory, "names": (directory / "names.txt").read_text().split()}
 
 
 def train(rank, num_ranks, name):
@@ -53,8 +57,7 @@ def tolerance_of(name):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_one_changed_import_changes_nothing(theirs, ranks, num_ranks, name):
     want, got = theirs[num_ranks][name], ranks(num_ranks).run(train, name)[0]
     bound = tolerance_of(name)
@@ -62,17 +65,40 @@ def test_one_changed_import_changes_nothing(theirs, ranks, num_ranks, name):
     assert got["boundaries"] == want["boundaries"]
     assert got.get("lengths") == want.get("lengths")
     assert got["scales"] == want["scales"]
-    assert close(got["rates"], want["rates"], 1e-9)
-    assert close(got["losses"], want["losses"], bound)
+    close(got["rates"], want["rates"], 1e-9)
+    close(got["losses"], want["losses"], bound)
     norms = [(mine, other) for mine, other in zip(got["norms"], want["norms"], strict=True) if other is not None]
     applied = [(mine, other) for (mine, other), count in zip(norms, got["counts"], strict=False) if count[-1]]
-    assert close([mine for mine, _ in applied], [other for _, other in applied], bound)
+    close([mine for mine, _ in applied], [other for _, other in applied], bound)
+
+
+def go_on(rank, num_ranks, directory):
+    import onefold.deepspeed as deepspeed
+
+    return deepspeed_loops.resume(deepspeed, directory, "half", rank, num_ranks, is_there=True)
+
+
+@needs_deepspeed
+def test_a_run_that_deepspeed_began_goes_on_after_the_command_that_the_refusal_names(theirs, ranks):
+    directory = theirs["directory"] / "run-2"
+    with pytest.raises(CheckpointError, match="was written by DeepSpeed") as refused:
+        ranks(2).run(go_on, directory)
+    command = next(line.split() for line in str(refused.value).splitlines() if "import-deepspeed" in line)
+    assert CliRunner().invoke(app(), command[1:]).exit_code == 0
+    client_state, seen = ranks(2).run(go_on, f"{directory}-onefold")[0]
+    assert client_state == {"epoch": 2}
+    want = {name: values[deepspeed_loops.STOP :] for name, values in theirs[2]["resumed"].items()}
+    micro_steps = [count.pop(3) for count in (*seen["counts"], *want["counts"])]
+    assert micro_steps == [1, 2, 3, 4, 5, 6]  # they count from the start of a process, in DeepSpeed too
+    assert seen["counts"] == want["counts"]
+    assert seen["scales"] == want["scales"]
+    close(seen["rates"], want["rates"], 1e-9)
+    close(seen["losses"], want["losses"], TOLERANCE["fp16"])
 
 
 def close(got, want, bound):
     got, want = torch.tensor(got, dtype=torch.float64), torch.tensor(want, dtype=torch.float64)
     torch.testing.assert_close(got, want, rtol=bound, atol=bound)
-    return True
 
 
 @needs_deepspeed

@@ -86,6 +86,7 @@ class Brought:
         built = make(model, *kind, **self.spec.arguments, **common)
         if self.client is not None:
             self.client.param_groups = built.param_groups
+            self.client.state.clear()
             # What torch's schedules look at to see whether the optimizer they belong to goes first: it does, by proxy.
             vars(self.client)["_opt_called"] = True
         return built
@@ -136,7 +137,7 @@ def _of_client(model: nn.Module, client: torch.optim.Optimizer) -> Brought:
             "initialize shards the model and makes Onefold's optimizer itself: hand it the model as it is, with an "
             "optimizer of torch.optim, or with none and one in the configuration"
         )
-    if any(float(state.get("step", 1)) for state in client.state.values()):  # Adagrad's has no steps at first
+    if any(float(state.get("step", 1)) for state in client.state.values()):  # Adagrad's is there from the start
         raise OptimizerError(
             f"this {type(client).__name__} has made steps or loaded state, which cannot be taken into shards: hand "
             "over a new one, and load with engine.load_checkpoint"

@@ -9,6 +9,7 @@ nothing from the script in either case: it is applied inside of the model.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,25 @@ _log = logging.getLogger("onefold")
 _TRAIN = "train"
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine is made from, beside its model, optimizer and schedule.
+
+    Args:
+        translation, settings, config: what the configuration became, its checked sections, and its values as given.
+        local_rank: this process's number on its machine.
+        client_optimizer: the script's own, where it made one.
+        collate_fn: of loaders.
+    """
+
+    translation: Translation
+    settings: Config
+    config: Mapping[str, Any]
+    local_rank: int = 0
+    client_optimizer: torch.optim.Optimizer | None = None
+    collate_fn: Callable[..., Any] | None = None
+
+
 class DeepSpeedEngine(Saves):
     """What `initialize` returns: a sharded model with its optimizer and schedule, used as DeepSpeed's engine.
 
@@ -48,40 +68,28 @@ class DeepSpeedEngine(Saves):
 
     optimizer: Optimizer | None
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        translation: Translation,
-        settings: Config,
-        config: Mapping[str, Any],
-        optimizer: Optimizer | None = None,
-        lr_scheduler: Any = None,
-        client_optimizer: torch.optim.Optimizer | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        local_rank: int = 0,
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, setup: Setup) -> None:
         super().__init__()
         session = session_of(module, "an engine")
         self.module = module
-        self.translation, self.settings, self.config = translation, settings, dict(config)
+        self.translation, self.settings, self.config = setup.translation, setup.settings, dict(setup.config)
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.client_optimizer, self.basic_optimizer = client_optimizer, client_optimizer or optimizer
-        self.collate_fn = collate_fn
+        self.client_optimizer, self.basic_optimizer = setup.client_optimizer, setup.client_optimizer or optimizer
+        self.collate_fn = setup.collate_fn
         self.training_dataloader: DeepSpeedDataLoader | None = None
-        self.device, self.local_rank = session.device, local_rank
+        self.device, self.local_rank = session.device, setup.local_rank
         self.global_rank, self.world_size, self.dp_world_size = session.comm.rank, *[session.comm.num_ranks] * 2
         self.mp_world_size, self.mpu = 1, None
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
-        self._micro_batch, self._accumulation = translation.micro_batch, translation.accumulation
-        self._train_batch = translation.train_batch
+        self._micro_batch, self._accumulation = setup.translation.micro_batch, setup.translation.accumulation
+        self._train_batch = setup.translation.train_batch
         self._given_boundary: bool | None = None
         self._is_stepping = self._is_inside_no_sync = False
         self._num_backwards = 0
         """Calls of `backward` since the last step."""
         self._depth = 0
         """Calls of `backward` that run."""
-        self.is_compiled = translation.compile
+        self.is_compiled = setup.translation.compile
         self._was_applied = False
         self._grad_norm: float | None = None
 
@@ -97,10 +105,12 @@ class DeepSpeedEngine(Saves):
         return map_tensors(output, self._divided)
 
     def _divided(self, tensor: Tensor) -> Tensor:
-        """See [Note: What a backward is divided by]."""
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(lambda grad: grad if self._depth else grad / self._accumulation)
-        return tensor
+        """See [Note: What a backward is divided by]. A view, which no other output depends on."""
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        output = tensor.view_as(tensor)
+        output.register_hook(lambda grad: grad if self._depth else grad / self._accumulation)
+        return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add up gradients of `loss`, divided by the number of micro-batches of a step, on the way to the next `step`.

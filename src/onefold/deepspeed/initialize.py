@@ -10,7 +10,7 @@ from torch import nn
 
 from onefold.comm import connect, default_device, start
 from onefold.deepspeed.client import brought, scheduler_of
-from onefold.deepspeed.engine import DeepSpeedEngine
+from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
 from onefold.deepspeed.loader import DeepSpeedDataLoader
 from onefold.deepspeed.source import Source, read
@@ -46,47 +46,29 @@ def initialize(
         model: as for `onefold.shard`.
         optimizer: of torch.optim, or a function of parameters that makes one. It counts before the configuration's. Its
             groups and learning rates go on to be shared with the one that is returned.
-        model_parameters: what the configuration's optimizer is to update: parameters, or groups of them, as for
-            torch.optim. None is everything that is trained.
-        training_data: a Dataset; the loader that is returned deals it to the ranks.
-        lr_scheduler: a schedule of `optimizer`, or a function of an optimizer that makes one. It counts before the
-            configuration's.
-        collate_fn: of that loader.
+        model_parameters: for the configuration's optimizer: parameters or groups of them, as for torch.optim. None is
+            everything that is trained.
+        training_data, collate_fn: a Dataset, which the loader that is returned deals to the ranks, and its collate_fn.
+        lr_scheduler: a schedule of `optimizer`, or a function of an optimizer. It counts before the configuration's.
         config: a dict, the path of a JSON file, JSON, or JSON in base64. `config_params` is its older name.
         dist_init_required: False leaves torch.distributed to the script. distributed_port: has no effect.
         mpu, mesh_param: refused: there is data parallelism only.
-
     Returns:
         The engine, its optimizer, its loader and its schedule; None for what there is not.
-
     Raises:
         ConfigError: the configuration, or an argument, asks for what there is not; all keys concerned are named.
         OptimizerError: the optimizer cannot run on parts of parameters, or does not belong to the model.
         ShardError: the model cannot be sharded.
     """
-    module = _module(model)
-    _refuse(mpu=mpu, mesh_param=mesh_param)
+    module = _module(model, mpu, mesh_param)
     source = _configuration(args, config, config_params)
-    if is_launched():
-        init_distributed(dist_init_required=dist_init_required)
-    start()
-    num_ranks = connect(default_device()).num_ranks
-    given = Given(num_ranks=num_ranks).with_model(module)
+    given = _given(module, dist_init_required)
     translation = translate(source, given)
     what = brought(module, optimizer, model_parameters, translation)
+    setup = Setup(translation, walk(source, given).config, source.values, local_rank(), what.client, collate_fn)
     sharded = shard(module, **translation.shard_arguments)
     built = what.build(sharded, translation.max_grad_norm)
-    engine = DeepSpeedEngine(
-        sharded,
-        translation=translation,
-        settings=walk(source, given).config,
-        config=source.values,
-        optimizer=built,
-        lr_scheduler=scheduler_of(lr_scheduler, built, what, translation),
-        client_optimizer=what.client,
-        collate_fn=collate_fn,
-        local_rank=local_rank(),
-    )
+    engine = DeepSpeedEngine(sharded, built, scheduler_of(lr_scheduler, built, what, translation), setup)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if training_data is not None:
@@ -94,13 +76,18 @@ def initialize(
     return engine, built, engine.training_dataloader, engine.lr_scheduler
 
 
-def _module(model: Any) -> nn.Module:
+def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
+    """What is known besides the configuration, once this process is a rank."""
+    if is_launched():
+        init_distributed(dist_init_required=dist_init_required)
+    start()
+    return Given(num_ranks=connect(default_device()).num_ranks).with_model(module)
+
+
+def _module(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
+    """The model, if it is one, and nothing is asked for that there is not."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r}: initialize needs a torch.nn.Module")
-    return model
-
-
-def _refuse(*, mpu: Any, mesh_param: Any) -> None:
     if mpu is not None:
         raise ConfigError(
             "mpu= asks for model parallelism, and there is data parallelism only: leave it out, and use "
@@ -108,6 +95,7 @@ def _refuse(*, mpu: Any, mesh_param: Any) -> None:
         )
     if mesh_param is not None:
         raise ConfigError("mesh_param= asks for sequence parallelism, and there is data parallelism only: leave it out")
+    return model
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Source:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from onefold.deepspeed.config import Config
+from onefold.deepspeed.optim import OPTIMIZERS
 from onefold.deepspeed.spec import Translation
 from onefold.dtypes import DynamicLossScale
 from onefold.plan import Tier
@@ -161,7 +162,9 @@ class Queries:
     def optimizer_name(self) -> str | None:
         """The type in the configuration, in lower case where DeepSpeed knows it; None where the script brings one."""
         section = self.settings.optimizer
-        return None if section is None else section.type
+        if section is None:
+            return None
+        return section.type.lower() if section.type.lower() in OPTIMIZERS else section.type
 
     def optimizer_params(self) -> Mapping[str, Any] | None:
         """Its `params`, as written."""

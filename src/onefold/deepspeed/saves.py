@@ -8,6 +8,8 @@ process that ends in between leaves `latest` as it was.
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ def save_checkpoint(
 
 
 def _check_tag(name: str) -> None:
-    if Path(name).name != name or name in (LATEST, "..") or name.startswith("."):
+    if not name or Path(name).name != name or name in (LATEST, "..") or name.startswith("."):
         raise CheckpointError(f"tag={name!r}: give a name for a directory, without slashes, and not {LATEST!r}")
 
 
@@ -85,12 +87,14 @@ def load_checkpoint(
     """Read `load_dir/tag`, or what `load_dir/latest` names. See `Saves.load_checkpoint`."""
     session = session_of(engine.module, "load_checkpoint")
     directory = Path(load_dir).absolute()
-    name = str(tag) if tag is not None else session.comm.exchange_objects(_latest(directory))[0]
+    agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
+    written = agree(lambda: _latest(directory) if tag is None else str(tag))
+    name = session.comm.exchange_objects(written)[0]
     if name is None:
         _log.warning("%s has no file %s, so nothing was loaded; give the tag of a checkpoint", directory, LATEST)
         return None, None
     path = directory / name
-    together(session.comm, lambda: _check_ours(path, directory, name), CheckpointError, "could not load")
+    agree(lambda: _check_ours(path, directory, name))
     resumes = with_optimizer and not only_module
     scheduler = engine.lr_scheduler if with_scheduler and not only_module else None
     extra = load(
@@ -111,15 +115,19 @@ def load_checkpoint(
 def _latest(directory: Path) -> str | None:
     """What `latest` names; None if it is not there."""
     path = directory / LATEST
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    try:
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _check_ours(path: Path, directory: Path, name: str) -> None:
     """Whether a checkpoint is Onefold's.
 
     Raises:
-        CheckpointError: it is DeepSpeed's, and has to be imported first; or there is none.
+        CheckpointError: it is DeepSpeed's, and has to be imported first; or it cannot be one.
     """
+    _check_tag(name)
     if path.is_dir() and any(path.glob("*mp_rank_*_model_states.pt")):
         raise CheckpointError(
             f"{path} was written by DeepSpeed. Import it once, into another directory:\n"
@@ -164,7 +172,8 @@ def _write(path: Path, state: Mapping[str, Tensor], rank: int) -> None:
             os.fsync(file.fileno())
         fresh.replace(path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where the disk is full
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
         raise WeightsError(f"{path} could not be written: {error}") from error
 
 
