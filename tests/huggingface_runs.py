@@ -112,7 +112,6 @@ def arguments(directory, settings, **more):
             "disable_tqdm": True,
             "seed": 3,
             "dataloader_pin_memory": False,
-            "optim": "adamw_torch",
             "accelerator_config": {"use_configured_state": True},
             **more,
         }
@@ -140,8 +139,19 @@ def run_clm(directory, base, settings, resume=None, **more):
 
 
 def levels(directory, base):
-    """The same training under levels 2 and 3."""
-    return {stage: run_clm(directory / f"zero{stage}", base, zero(stage))[0] for stage in (2, 3)}
+    """What is held to DeepSpeed."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    kinds = {
+        "zero2": (2, {}),
+        "zero3": (3, {}),
+        "activations made again": (3, {"gradient_checkpointing": True}),
+        "sgd": (3, {"optim": "sgd", "max_grad_norm": 0.3, "gradient_accumulation_steps": 1}),
+    }
+    found = {name: run_clm(directory / name, base, zero(stage), **more)[0] for name, (stage, more) in kinds.items()}
+    args = arguments(directory / "evaluated", zero(3))
+    trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(base), args=args, eval_dataset=Words(8, seed=1))
+    return found | {"evaluated": {"evaluated": trainer.evaluate()["eval_loss"]}}
 
 
 def plans(directory, base):

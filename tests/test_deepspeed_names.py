@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -159,36 +160,26 @@ try:
     import deepspeed.inference
 except ImportError as error:
     assert "there is no engine for inference" in str(error)
-from accelerate.utils import is_deepspeed_available
-assert is_deepspeed_available()
-from transformers.integrations import is_deepspeed_available
-from transformers.integrations.deepspeed import HfDeepSpeedConfig
-assert is_deepspeed_available() and HfDeepSpeedConfig.__mro__[1] is not object
-"""
-LATE = """
-import sys, types
-import onefold.deepspeed
-sys.modules["deepspeed"] = types.ModuleType("deepspeed")
-try:
-    onefold.deepspeed.install()
-except onefold.errors.ConfigError as error:
-    assert "is imported already" in str(error), error
-del sys.modules["deepspeed"]
-sys.modules["accelerate.utils"] = types.ModuleType("accelerate.utils")
-try:
-    onefold.deepspeed.install()
-except onefold.errors.ConfigError as error:
-    assert "accelerate.utils looked for deepspeed before" in str(error), error
-else:
-    raise AssertionError
 """
 
 
-@pytest.mark.parametrize("script", [INSTALLED, LATE], ids=["in time", "too late"])
-def test_install_makes_deepspeed_mean_onefold(script):
-    command = [sys.executable, "-c", script, json.dumps(NAMES)]
+def test_install_makes_deepspeed_mean_onefold():
+    command = [sys.executable, "-c", INSTALLED, json.dumps(NAMES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("deepspeed", "is imported already"), ("accelerate.utils", "accelerate.utils looked for deepspeed before")],
+)
+def test_install_is_refused_where_it_comes_too_late(monkeypatch, module, message):
+    finders = list(sys.meta_path)
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.install()
+    assert sys.meta_path == finders
 
 
 # What libraries take and Onefold does not have: sequence parallelism, and what `accelerate launch` asks beforehand.

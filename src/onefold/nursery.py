@@ -69,12 +69,14 @@ class Nursery:
     Args:
         dtype: of floating-point parameters made while it is open; None leaves theirs.
         rest: where parts are kept; None is where ranks communicate, as the parameters themselves are then.
+        way_out: how to use a parameter that sleeps, for messages.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, rest: torch.device | None = None) -> None:
+    def __init__(self, way_out: str, *, dtype: torch.dtype | None = None, rest: torch.device | None = None) -> None:
         start()
         self._device = default_device()
         self._comm: Comm = connect(self._device)
+        self._way_out = way_out
         self._dtype = dtype
         self._rest = self._device if rest is None else rest
         self._open = 0
@@ -126,9 +128,8 @@ class Nursery:
         if not self._open or self._gathered:
             where = " here, where it is not gathered" if self._gathered else " outside of constructors"
             raise ReleasedParameterError(
-                f"{name_of(func)} needs the value of {self.describe(params[0])}, which was made under zero.Init and "
-                f"rests in parts until the model is sharded, so it cannot be used{where}. Read or write it inside "
-                "`with zero.GatheredParameters(params, modifier_rank=0):`, which every rank enters"
+                f"{name_of(func)} needs the value of {self.describe(params[0])}, which rests in parts until the model "
+                f"is sharded, so it cannot be used{where}. {self._way_out}"
             )
         self._settle(_AWAKE_BYTES)
         self._wake(params)

@@ -22,6 +22,10 @@ from onefold.session import Session, owner_session
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 _HOST = ("cpu", "nvme")
+_WAY_OUT = (
+    "It was made under zero.Init: read or write it inside `with zero.GatheredParameters(params, modifier_rank=0):`, "
+    "which every rank enters"
+)
 
 TiledLinear = refused("zero.TiledLinear", "no module is cut into tiles", "torch.nn.Linear under stage 3")
 TiledLinearReturnBias = refused(
@@ -83,7 +87,9 @@ class Init:
         if place not in (None, "none", *_HOST) and not str(place).startswith("cuda"):
             raise ConfigError(f"remote_device={place!r}: expected cpu, nvme, or None")
         self._nursery = Nursery(
-            dtype if dtype is not None else _dtype(settings), torch.device("cpu") if place in _HOST else None
+            _WAY_OUT,
+            dtype=dtype if dtype is not None else _dtype(settings),
+            rest=torch.device("cpu") if place in _HOST else None,
         )
         if module is not None:
             self._nursery.take(module)
