@@ -150,6 +150,14 @@ def test_the_scripts_optimizer_and_schedule_count_before_the_configurations_and_
     assert told.count("the script's schedule is used; WarmupLR(") == 1
 
 
+def test_what_is_met_by_other_means_is_said(caplog):
+    with caplog.at_level(logging.INFO, logger="onefold"):
+        engine_of({**ONE, "bf16": {"enabled": True, "bf16_optimizer_states": True}})
+    assert caplog.messages == [
+        "the configuration: bf16.bf16_optimizer_states = true: optimizer state stays fp32: more memory, exact moments"
+    ]
+
+
 def used():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -284,27 +292,44 @@ print(engine.global_rank, engine.world_size, engine.local_rank, engine.train_bat
 """
 
 
-@pytest.mark.parametrize(("num_ranks", "is_first"), [(0, True), (0, False), (2, False)])
-def test_processes_become_ranks_as_any_launcher_says_or_are_alone(num_ranks, is_first):
-    """Two, as DeepSpeed's own launcher starts them; or one without any."""
+def nothing(rank, port):
+    return {}
+
+
+def launcher(rank, port):
+    """What torchrun and DeepSpeed's own launcher say."""
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in said.items()}
+
+
+def mpirun(rank, port):
+    names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {"MASTER_PORT": str(port)}
+
+
+STARTS = [(1, nothing, True), (1, nothing, False), (2, launcher, False), (2, mpirun, True)]
+
+
+@pytest.mark.parametrize(("num_ranks", "says", "is_first"), STARTS, ids=["first", "alone", "launcher", "mpirun"])
+def test_processes_become_ranks_as_any_launcher_says_or_are_alone(num_ranks, says, is_first):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    clean = {name: value for name, value in os.environ.items() if name not in launcher(0, 0)}
     clean |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"}
-    started = []
-    for rank in range(num_ranks) or [None]:
-        said = {} if rank is None else {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}"}
-        said |= {} if rank is None else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-        command = [sys.executable, "-c", ALONE.format(first=is_first)]
-        started.append(subprocess.Popen(command, env=clean | said, stdout=subprocess.PIPE, text=True))
+    command = [sys.executable, "-c", ALONE.format(first=is_first)]
+    started = [
+        subprocess.Popen(command, env=clean | says(rank, port), stdout=subprocess.PIPE, text=True)
+        for rank in range(num_ranks)
+    ]
     told = [process.communicate(timeout=120)[0].split() for process in started]
-    alone = ["0", "1", "0", "1", str(is_first)]
-    assert told == ([[str(rank), "2", str(rank), "2", "True"] for rank in range(num_ranks)] or [alone])
+    is_set_up = str(says is not nothing or is_first)
+    assert told == [[str(rank), str(num_ranks), str(rank), str(num_ranks), is_set_up] for rank in range(num_ranks)]
 
 
-def test_ranks_that_mpi_started_are_not_trained_apart_from_each_other(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="MPI started these processes"):
+def test_ranks_that_mpi_started_on_several_machines_have_to_be_told_where_they_meet(monkeypatch):
+    for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(ConfigError, match="mpirun started 4 ranks, 2 of them on this machine"):
         deepspeed.init_distributed()
     deepspeed.init_distributed(dist_init_required=False)

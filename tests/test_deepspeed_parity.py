@@ -53,7 +53,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "autocast": 2e-2}
 
 
 def tolerance_of(name):
-    return next((bound for word, bound in TOLERANCE.items() if word in name), 1e-4)
+    return next((bound for word, bound in TOLERANCE.items() if word in name), 1e-6)
 
 
 @needs_deepspeed

@@ -269,11 +269,13 @@ def join(
     init_method: str | None = None,
     rank: int = -1,
     num_ranks: int = -1,
+    local_rank: int = 0,
     is_alone: bool = False,
 ) -> None:
     """Initialize torch.distributed as told, unless it is.
 
     Args:
+        local_rank: the GPU to use, where there are GPUs.
         backend: torch's name of it; None is gloo, and NCCL beside it where there are GPUs.
         timeout, init_method, rank, num_ranks: as for `torch.distributed.init_process_group`.
         is_alone: this process is the only rank; nobody has to be met.
@@ -281,7 +283,7 @@ def join(
     if dist.is_initialized():
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+        torch.cuda.set_device(local_rank)
     name = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     name = "cpu:gloo,cuda:nccl" if name == "nccl" else name  # ranks exchange small messages over host memory
     if is_alone:

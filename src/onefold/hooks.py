@@ -195,6 +195,20 @@ def register_state_dict_hooks(
     model.register_state_dict_pre_hook(before_save)
 
 
+def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a model returned, with gradients changed as they enter at its tensors: each once, whatever other output
+    depends on the same tensor."""
+
+    def outside(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(change)
+        return view
+
+    return map_tensors(output, outside)
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor in nested tuples, lists, dicts and dataclasses changed; the rest, and what holds no
     tensor, is returned as it is."""

@@ -23,7 +23,7 @@ from onefold.deepspeed.names import told
 from onefold.deepspeed.saves import Saves
 from onefold.deepspeed.spec import Translation
 from onefold.errors import EngineError
-from onefold.hooks import map_tensors
+from onefold.hooks import change_entering
 from onefold.optimizer import Optimizer
 from onefold.session import session_of
 from onefold.shard import compile_units
@@ -84,11 +84,9 @@ class DeepSpeedEngine(Saves):
         self._micro_batch, self._accumulation = setup.translation.micro_batch, setup.translation.accumulation
         self._train_batch = setup.translation.train_batch
         self._given_boundary: bool | None = None
-        self._is_stepping = self._is_inside_no_sync = False
-        self._num_backwards = 0
-        """Calls of `backward` since the last step."""
-        self._depth = 0
-        """Calls of `backward` that run."""
+        self._num_backwards = self._depth = self._num_no_sync = 0
+        """Calls of `backward` since the last step; those that run; contexts of `no_sync` that are open."""
+        self._told: set[str] = set()
         self.is_compiled = setup.translation.compile
         self._was_applied = False
         self._grad_norm: float | None = None
@@ -102,15 +100,11 @@ class DeepSpeedEngine(Saves):
             output = self.module(*args, **kwargs)
         if self._accumulation == 1 or not torch.is_grad_enabled():
             return output
-        return map_tensors(output, self._divided)
+        return change_entering(output, self._divided)
 
-    def _divided(self, tensor: Tensor) -> Tensor:
-        """See [Note: What a backward is divided by]. A view, which no other output depends on."""
-        if not tensor.requires_grad or tensor.is_leaf:
-            return tensor
-        output = tensor.view_as(tensor)
-        output.register_hook(lambda grad: grad if self._depth else grad / self._accumulation)
-        return output
+    def _divided(self, grad: Tensor) -> Tensor:
+        """See [Note: What a backward is divided by]."""
+        return grad if self._depth else grad / self._accumulation
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add up gradients of `loss`, divided by the number of micro-batches of a step, on the way to the next `step`.
@@ -159,14 +153,11 @@ class DeepSpeedEngine(Saves):
             EngineError: inside `no_sync`, or without an optimizer.
         """
         self._check_optimizer("step")
-        if self._is_inside_no_sync:
+        if self._num_no_sync:
             raise EngineError("engine.step() inside `with engine.no_sync():`; leave it before the last micro-batch")
-        self._was_applied, self._is_stepping = False, True
-        try:
-            if self.is_gradient_accumulation_boundary():
-                self._update(lr_kwargs or {})
-        finally:
-            self._is_stepping = False
+        self._was_applied = False
+        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
+            self._update(lr_kwargs or {})
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -185,7 +176,8 @@ class DeepSpeedEngine(Saves):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were added up so far; `step` does so by itself."""
-        if self._num_backwards and self._accumulation > 1:
+        if self._num_backwards and self._accumulation > 1 and "zero_grad" not in self._told:
+            self._told.add("zero_grad")
             _log.warning(
                 "zero_grad() in the middle of a step of %s micro-batches: what the first %s added up is forgotten. "
                 "engine.step() clears gradients by itself",
@@ -204,22 +196,20 @@ class DeepSpeedEngine(Saves):
         Raises:
             EngineError: inside of itself.
         """
-        if self._is_inside_no_sync:
+        if self._num_no_sync:
             raise EngineError("engine.no_sync() inside of engine.no_sync()")
-        self._is_inside_no_sync = True
+        self._num_no_sync += 1
         try:
             with accumulate(self.module):
                 yield
         finally:
-            self._is_inside_no_sync = False
+            self._num_no_sync -= 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last of its step."""
+        """Whether this micro-batch is the last of its step; never where only `step()` tells."""
         if self._given_boundary is not None:
             return self._given_boundary
-        if not self.managed_gradient_accumulation():
-            return self._is_stepping
-        return (self.micro_steps + 1) % self._accumulation == 0
+        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % self._accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From here on, say whether this micro-batch is the last of its step, instead of counting.

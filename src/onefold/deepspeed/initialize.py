@@ -14,7 +14,9 @@ from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
 from onefold.deepspeed.loader import DeepSpeedDataLoader
 from onefold.deepspeed.source import Source, read
-from onefold.deepspeed.translate import translate
+from onefold.deepspeed.spec import Translation
+from onefold.deepspeed.translate import examine, translate
+from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import walk
 from onefold.deepspeed.world import init_distributed, is_launched, local_rank
 from onefold.errors import ConfigError
@@ -63,7 +65,7 @@ def initialize(
     module = _module(model, mpu, mesh_param)
     source = _configuration(args, config, config_params)
     given = _given(module, dist_init_required)
-    translation = translate(source, given)
+    translation = _translated(source, given)
     what = brought(module, optimizer, model_parameters, translation)
     setup = Setup(translation, walk(source, given).config, source.values, local_rank(), what.client, collate_fn)
     sharded = shard(module, **translation.shard_arguments)
@@ -74,6 +76,15 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, built, engine.training_dataloader, engine.lr_scheduler
+
+
+def _translated(source: Source, given: Given) -> Translation:
+    """The configuration in Onefold's terms. Says what is met by other means than DeepSpeed's; `report` has the rest."""
+    translation = translate(source, given)
+    for verdict in examine(source, given).verdicts:
+        if verdict.word == "adapted":
+            _log.info("%s: %s = %s: %s", source.name, verdict.path, said(verdict.value), verdict.text)
+    return translation
 
 
 def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
