@@ -246,6 +246,33 @@ def test_a_model_can_be_whole_for_many_forwards(ranks):
     assert ranks(2).run(generate) == [True, True]
 
 
+def maybe_zero_3(param):
+    """As many fine-tuning scripts collect what they save."""
+    if hasattr(param, "ds_id"):
+        assert param.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+        assert (param.ds_numel, param.ds_shape) == (param.numel(), param.shape)
+        with zero.GatheredParameters([param]):
+            assert param.ds_status == zero.ZeroParamStatus.AVAILABLE
+            return param.data.detach().cpu().clone()
+    return param.detach().cpu().clone()
+
+
+def collect(rank, num_ranks, level, is_split):
+    model = made(Net, 3) if is_split else plain()
+    early = {name: maybe_zero_3(param) for name, param in model.named_parameters()}
+    engine = deepspeed.initialize(model=model, config=SETTINGS | {"zero_optimization": LEVELS[level]})[0]
+    marked = [hasattr(param, "ds_id") for param in model.parameters()]
+    assert all(marked) if is_split or level == "zero3" else not any(marked)
+    late = {name: maybe_zero_3(param) for name, param in engine.module.named_parameters()}
+    wanted = dict(plain().named_parameters())
+    return same(early, wanted) and same(late, wanted)
+
+
+@pytest.mark.parametrize(("level", "is_split"), [("zero3", True), ("zero3", False), ("zero2", False)])
+def test_scripts_find_the_marks_of_parameters_that_rest_in_parts(ranks, level, is_split):
+    assert ranks(2).run(collect, level, is_split) == [True, True]
+
+
 READS = {
     "a sum": lambda model: model.embed.weight.sum(),
     "data": lambda model: model.embed.weight.data,

@@ -69,15 +69,24 @@ class Nursery:
     Args:
         dtype: of floating-point parameters made while it is open; None leaves theirs.
         rest: where parts are kept; None is where ranks communicate, as the parameters themselves are then.
+        greet: called with each parameter before it falls asleep for the first time.
         way_out: how to use a parameter that sleeps, for messages.
     """
 
-    def __init__(self, way_out: str, *, dtype: torch.dtype | None = None, rest: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        way_out: str,
+        *,
+        dtype: torch.dtype | None = None,
+        rest: torch.device | None = None,
+        greet: Callable[[nn.Parameter], None] = lambda _: None,
+    ) -> None:
         start()
         self._device = default_device()
         self._comm: Comm = connect(self._device)
         self._way_out = way_out
         self._dtype = dtype
+        self._greet = greet
         self._rest = self._device if rest is None else rest
         self._open = 0
         self._gathered = 0
@@ -197,6 +206,8 @@ class Nursery:
                 continue
             name, param = self._new.get(id(param), (name, param))
             kept: _Kept | None = param.__dict__.get("_onefold_kept")
+            if kept is None:
+                self._greet(param)
             is_cast = kept is None and self._dtype is not None and param.is_floating_point()
             value = param.data.to(self._device, self._dtype if is_cast else param.dtype).contiguous()
             if value.numel():

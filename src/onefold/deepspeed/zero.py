@@ -6,6 +6,8 @@ is what every rank, shard and exact weight holds afterwards.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,12 +15,24 @@ from torch import nn
 
 from onefold.access import gathered
 from onefold.deepspeed import comm
+from onefold.deepspeed.marks import ZeroParamStatus, mark
 from onefold.deepspeed.refused import refused
 from onefold.deepspeed.source import read
 from onefold.deepspeed.values import said
 from onefold.errors import ConfigError, OnefoldError
 from onefold.nursery import Asleep, Nursery, nursery_of
 from onefold.session import Session, owner_session
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 _HOST = ("cpu", "nvme")
@@ -90,9 +104,14 @@ class Init:
             _WAY_OUT,
             dtype=dtype if dtype is not None else _dtype(settings),
             rest=torch.device("cpu") if place in _HOST else None,
+            greet=partial(self._mark, count()),
         )
         if module is not None:
             self._nursery.take(module)
+
+    @staticmethod
+    def _mark(numbers: Iterator[int], param: nn.Parameter) -> None:
+        mark(param, next(numbers))
 
     def __enter__(self) -> None:
         if self._nursery is not None:

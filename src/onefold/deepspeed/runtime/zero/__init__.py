@@ -1,5 +1,6 @@
 """`deepspeed.zero` under its long name."""
 
+from onefold.deepspeed.marks import ZeroParamStatus
 from onefold.deepspeed.zero import (
     GatheredParameters,
     Init,
@@ -15,6 +16,7 @@ __all__ = [
     "Init",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "ZeroParamStatus",
     "register_external_parameter",
     "unregister_external_parameter",
     "unwrap_model_for_generation",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onefold.deepspeed.accelerator import get_accelerator
+from onefold.deepspeed.marks import ZeroParamStatus
 from onefold.deepspeed.zero import (
     GatheredParameters,
     Init,
@@ -17,6 +18,7 @@ from onefold.deepspeed.zero import (
 __all__ = [
     "GatheredParameters",
     "Init",
+    "ZeroParamStatus",
     "get_accelerator",
     "register_external_parameter",
     "unregister_external_parameter",
