@@ -116,6 +116,26 @@ def test_values_are_those_without_it_and_each_rank_keeps_its_part(ranks, num_ran
     assert ranks(num_ranks).run(make_and_compare, most) == [True] * num_ranks
 
 
+def held(modules):
+    with metadata_only():
+        return sum(param.untyped_storage().nbytes() for module in modules for param in module.parameters())
+
+
+def make_one_by_one(rank, num_ranks):
+    built, most = [], 0
+    with zero.Init():
+        for _ in range(4):
+            built.append(nn.Sequential(nn.Linear(16, 16)))
+            most = max(most, held(built))
+        nn.init.eye_(built[0][0].weight)
+        woken = held(built)
+    return most, woken, held(built)
+
+
+def test_only_what_is_in_use_is_whole_while_a_model_is_made(ranks):
+    assert ranks(2).run(make_one_by_one) == [(0, 4 * 16 * 16, 0)] * 2
+
+
 def train(rank, num_ranks, level, prepare):
     """Losses and weights of two steps, of a model made in parts and of the same made whole."""
     found = []
@@ -198,6 +218,42 @@ def drop(rank, num_ranks):
 
 def test_without_a_modifying_rank_nothing_that_is_written_stays(ranks):
     assert ranks(2).run(drop) == [True, True]
+
+
+class Careful(nn.Module):
+    """Writes weights twice: on every rank, and on rank 0 with the weights gathered. Has a layer without a shape yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        nn.init.zeros_(self.first.weight)
+        self.own = nn.Parameter(torch.zeros(3))
+        with zero.GatheredParameters([self.first.weight, self.own], modifier_rank=0):
+            if deepspeed.comm.get_rank() == 0:
+                nn.init.eye_(self.first.weight)
+                nn.init.ones_(self.own)
+        self.later = nn.LazyLinear(3)
+
+    def forward(self, x):
+        return self.later(self.first(x) * self.own)
+
+
+def construct(rank, num_ranks):
+    with zero.Init():
+        lazy = nn.Sequential(Careful())
+        model = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(model.weight)
+        engine = deepspeed.initialize(model=model, config=SETTINGS | {"zero_optimization": {"stage": 3}})[0]
+    with zero.GatheredParameters(list(model.parameters())):
+        assert torch.equal(model.weight, torch.eye(3))
+    assert torch.equal(engine(torch.ones(2, 3)), torch.ones(2, 3))
+    with zero.GatheredParameters([lazy[0].first.weight, lazy[0].own]):
+        assert isinstance(lazy[0].later.weight, nn.parameter.UninitializedParameter)
+        return torch.equal(lazy[0].first.weight, torch.eye(3)) and lazy[0].own.eq(1).all().item()
+
+
+def test_constructors_may_gather_and_models_be_sharded_inside(ranks):
+    assert ranks(2).run(construct) == [True, True]
 
 
 def fail_inside(rank, num_ranks):

@@ -105,7 +105,7 @@ class Nursery:
         try:
             yield
             self._fall_asleep(list(self._new.values()))
-            self._settle(0)
+            self.settle()
         finally:
             self._open -= 1
             self._new.clear()
@@ -140,7 +140,7 @@ class Nursery:
                 f"{name_of(func)} needs the value of {self.describe(params[0])}, which rests in parts until the model "
                 f"is sharded, so it cannot be used{where}. {self._way_out}"
             )
-        self._settle(_AWAKE_BYTES)
+        self.settle(_AWAKE_BYTES)
         self._wake(params)
         self._woken += [(param, _holders(param)) for param in params]
 
@@ -188,9 +188,10 @@ class Nursery:
             for param in module.parameters():
                 self._new.pop(id(param), None)
 
-    def _settle(self, most: int) -> None:
+    def settle(self, most: int = 0) -> None:
         """Let what constructors woke fall asleep again, oldest first, until `most` bytes are awake."""
-        awake = [(param, count) for param, count in self._woken if not isinstance(param, Asleep)]
+        here = [(param, count) for param, count in self._woken if nursery_of(param) is self]
+        awake = [(param, count) for param, count in here if not isinstance(param, Asleep)]
         nbytes = sum(param.nbytes for param, _ in awake)
         self._woken = []
         for param, holders in awake:
@@ -269,6 +270,9 @@ def _holders(param: nn.Parameter) -> int:
 
 
 def _is_elsewhere(param: nn.Parameter) -> bool:
-    """Whether there is no value here to be kept: it sleeps, is sharded, or is on the meta device."""
+    """Whether there is no value here to be kept: it sleeps, is sharded, is on the meta device, or is no dense tensor
+    (yet)."""
     is_owned = "_onefold_owner" in param.__dict__ and nursery_of(param) is None
-    return isinstance(param, ReleasedParameter) or param.is_meta or is_owned
+    if is_owned or isinstance(param, ReleasedParameter | nn.parameter.UninitializedParameter):
+        return True
+    return param.is_meta or param.is_quantized or param.layout != torch.strided
