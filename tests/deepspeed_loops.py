@@ -67,7 +67,7 @@ VARIANTS = {
     "zero2-boundary": ("boundary", settings(2, **TWO)),
     "zero3-unscaled": ("unscaled", settings(3, **TWO)),
     "zero2-unmanaged": ("unmanaged", settings(2, managed_gradient_accumulation=False, **TWO)),
-    **{f"zero{stage}-zeroing": ("zeroing", settings(stage, **TWO)) for stage in (0, 1)},
+    **{f"zero{stage}-zeroing": ("zeroing", settings(stage, **TWO)) for stage in range(4)},
     "zero0-resized": ("resized", settings(0)),
     "zero0-clip": ("tutorial", settings(0, gradient_clipping=0.05)),
     "zero2-clip": ("tutorial", settings(2, **LARGE)),

@@ -3,92 +3,17 @@
 `GatheredParameters` reads and writes them, before and after `initialize`, the same under every plan.
 """
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import onefold.deepspeed as deepspeed
+from deepspeed_models import LEVELS, SETTINGS, Net, loss_of, made, plain, same, values_of
 from onefold import nursery
 from onefold.deepspeed import zero
-from onefold.errors import ConfigError, OnefoldError, ReleasedParameterError, ShardError
+from onefold.errors import OnefoldError
 from onefold.released import metadata_only
 from ranks import one_and_two_ranks
-
-SETTINGS = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "eps": 1e-3}}}
-LEVELS = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "offload3": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-}
-
-
-class Block(nn.Module):
-    """Writes weights of its children, copies one, and holds parameters of its own."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.up = nn.Linear(width, width)
-        nn.init.eye_(self.up.weight)
-        with torch.no_grad():
-            self.up.weight.add_(0.1 * torch.randn(width, width))
-        self.twin = copy.deepcopy(self.up)
-        nn.init.zeros_(self.twin.bias)
-        self.mix = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.scale = nn.Parameter(torch.randn(width))
-        self.shifts = nn.ParameterList([torch.randn(width) for _ in range(2)])
-        self.empty = nn.Parameter(torch.empty(0, width))
-        self.register_buffer("ramp", torch.arange(width) / width)
-
-    def forward(self, x):
-        x = self.twin(torch.tanh(self.up(x))) * self.scale + self.shifts[0] + self.shifts[1] * self.ramp
-        return x + self.mix(x, x, x, need_weights=False)[0]
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), 2)
-        self.recur = nn.LSTM(6, 6, batch_first=True)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Parameter(torch.full((6,), 0.5), requires_grad=False)
-
-    def forward(self, words):
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.recur(self.layers(x))[0] * self.frozen)
-
-
-def loss_of(model, rank, step):
-    words = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
-    return nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
-
-
-def made(make, seed, **options):
-    torch.manual_seed(seed)
-    with zero.Init(**options):
-        return make()
-
-
-def values_of(model):
-    with zero.GatheredParameters(list(model.parameters())):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def same(found, wanted):
-    return found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
-
-
-def plain(seed=3):
-    torch.manual_seed(seed)
-    return Net()
 
 
 def make_and_compare(rank, num_ranks, most):
@@ -327,92 +252,3 @@ def collect(rank, num_ranks, level, is_split):
 @pytest.mark.parametrize(("level", "is_split"), [("zero3", True), ("zero3", False), ("zero2", False)])
 def test_scripts_find_the_marks_of_parameters_that_rest_in_parts(ranks, level, is_split):
     assert ranks(2).run(collect, level, is_split) == [True, True]
-
-
-READS = {
-    "a sum": lambda model: model.embed.weight.sum(),
-    "data": lambda model: model.embed.weight.data,
-    "a move": lambda model: model.to(torch.float64),
-    "a copy": copy.deepcopy,
-    "a state dict": lambda model: model.state_dict()["embed.weight"].add(1),
-    "a forward": lambda model: model(torch.arange(5)[None]),
-}
-
-
-def read_outside(rank, num_ranks, what):
-    READS[what](made(Net, 3))
-
-
-@pytest.mark.parametrize("what", READS)
-def test_reading_what_rests_in_parts_is_refused_by_name(ranks, what):
-    with pytest.raises(ReleasedParameterError, match=r"parameter '\w+\.\w+' \[.*zero\.GatheredParameters"):
-        ranks(1).run(read_outside, what)
-
-
-def nest(rank, num_ranks):
-    model = made(Net, 3)
-    with zero.GatheredParameters(model.embed.weight), zero.GatheredParameters(model.head.weight):
-        pass
-
-
-def read_another(rank, num_ranks):
-    with zero.Init():
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        with zero.GatheredParameters(model[0].weight, modifier_rank=0):
-            nn.init.zeros_(model[1].weight)
-
-
-def gather_meta(rank, num_ranks):
-    with zero.GatheredParameters(nn.Linear(2, 2, device="meta").weight, modifier_rank=0):
-        pass
-
-
-REFUSALS = {
-    "a context in another": (nest, "is gathered already"),
-    "another parameter inside": (read_another, "not gathered"),
-    "a parameter on meta": (gather_meta, "meta device"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_gathering_what_cannot_be_is_refused(ranks, case):
-    act, message = REFUSALS[case]
-    with pytest.raises(OnefoldError, match=message):
-        ranks(1).run(act)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mpu": object()}, "over all ranks"),
-        ({"data_parallel_group": object()}, "over all ranks"),
-        ({"zero_quantized_weights": True}, "never quantizes"),
-        ({"remote_device": "tpu"}, "remote_device"),
-    ],
-    ids=["mpu", "group", "quantized", "device"],
-)
-def test_arguments_that_ask_for_what_there_is_not_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        zero.Init(**options)
-
-
-def test_whole_parameters_are_left_alone():
-    model = nn.Linear(2, 2)
-    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-        model.weight.data.fill_(2)
-    assert model.weight.eq(2).all()
-
-
-def test_external_parameters_have_to_be_parameters():
-    with pytest.raises(ConfigError, match=r"torch\.nn\.Parameter"):
-        zero.register_external_parameter(nn.Linear(1, 1), torch.ones(1))
-
-
-def shard_twice(rank, num_ranks):
-    model = deepspeed.initialize(model=made(Net, 3), config=SETTINGS | {"zero_optimization": {"stage": 3}})[0].module
-    deepspeed.initialize(model=model, config=SETTINGS)
-
-
-def test_a_sharded_model_is_still_known_as_one(ranks):
-    with pytest.raises(ShardError, match="already sharded"):
-        ranks(1).run(shard_twice)

@@ -28,6 +28,9 @@ FLOORS = (
             "streams",
             "buffer",
             "comm",
+            "over",
+            "mesh",
+            "peers",
             "cores",
             "worker",
             "tier",
@@ -44,6 +47,7 @@ FLOORS = (
             "unit",
             "bound",
             "reducer",
+            "saved",
             "runtime",
             "autograd",
             "hooks",
@@ -61,6 +65,7 @@ FLOORS = (
             "nursery",
             "fraction",
             "keep",
+            "gather",
             "build",
             "access",
             "ema",
@@ -110,7 +115,7 @@ DOORS = (
     # torch.distributed on to scripts that know it by DeepSpeed's name.
     Door(
         names=("torch.distributed",),
-        modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report", "deepspeed"),
+        modules=("comm", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report", "deepspeed"),
     ),
     Door(
         names=(

@@ -97,7 +97,7 @@ class PartKeep(_DeviceKeep):
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._layout = layout
-        self.start = layout.shard_range(comm.rank)[0]
+        self.start = layout.shard_range(comm.shard)[0]
 
     def target(self, local: Tensor) -> Tensor:
         numel = self._layout.shard_numel
@@ -165,7 +165,7 @@ class WholeKeep(_DeviceKeep):
     start = 0
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
-        self._range = slice(*layout.shard_range(comm.rank))
+        self._range = slice(*layout.shard_range(comm.shard))
 
     def target(self, local: Tensor) -> Tensor:
         return local[self._range]
@@ -315,7 +315,7 @@ class Gradients:
         if is_all and self.keep.squares is not None and not is_exact:
             return self.keep.squares
         own = self.keep.on_device(self.reduced)
-        pieces = self.layout.pieces(self._comm.rank)
+        pieces = self.layout.pieces(self._comm.shard)
         parts = [own] if is_all else [own[piece.start : piece.stop] for piece in pieces if piece.slot in slots]
         take = exact_squares if is_exact else squares
         return sum(map(take, parts), torch.zeros((), dtype=torch.float64, device=self._device))

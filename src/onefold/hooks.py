@@ -78,7 +78,7 @@ class Gate:
     """
 
     def __init__(self, runtime: Runtime, scale: Scale, dtype: torch.dtype | None) -> None:
-        self._runtime = runtime
+        self._hooks = BoundaryHooks(runtime, scale)
         self._scale = scale
         self._dtype = dtype
         self._left: list[tuple[Any, Any, Tensor, Tensor]] = []
@@ -119,7 +119,7 @@ class Gate:
             tensor = tensor.to(self._dtype)
         if self._scale.scale != 1 and tensor.requires_grad and torch.is_grad_enabled():
             tensor = tensor.view_as(tensor)
-            tensor.register_hook(lambda grad: grad / self._scale.scale)
+            tensor.register_hook(self._hooks.leave)
         return tensor
 
     def _let_out(self, tensor: Tensor) -> Tensor:
@@ -129,28 +129,45 @@ class Gate:
             tensor = tensor.view_as(tensor)
         if self._scale.scale != 1:
             tensor = tensor.view_as(tensor)
-            tensor.register_hook(self._enter_scaled)
+            tensor.register_hook(self._hooks.enter_scaled)
             tensor = tensor.view_as(tensor)  # whose own gradient, if the caller retains it, is not scaled yet
         else:
-            tensor.register_hook(self._enter)
+            tensor.register_hook(self._hooks.enter)
         return tensor
 
-    def _enter(self, grad: Tensor) -> None:
-        self._runtime.open_backward()
 
-    def _enter_scaled(self, grad: Tensor) -> Tensor:
+class BoundaryHooks:
+    """The hooks of tensors that enter and leave the whole model. See [Note: Who keeps a model alive]."""
+
+    __slots__ = ("_runtime", "_scale")
+
+    def __init__(self, runtime: Runtime, scale: Scale) -> None:
+        self._runtime = ref(runtime)
+        self._scale = scale
+
+    def enter(self, grad: Tensor) -> None:
+        self._open()
+
+    def enter_scaled(self, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise PrecisionError(
                 "create_graph=True cannot be combined with a loss scale: second derivatives would carry the scale "
                 'twice. Use Precision(params="bf16"), which needs no loss scale'
             )
-        self._runtime.open_backward(at_output=True)
+        self._open(at_output=True)
         return grad * self._scale.scale
+
+    def leave(self, grad: Tensor) -> Tensor:
+        return grad / self._scale.scale
+
+    def _open(self, at_output: bool = False) -> None:
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.open_backward(at_output)
 
 
 class GradientHooks:
-    """The hooks of one trained parameter. They hold weak references: Python cannot see that a cycle through a tensor's
-    hooks is one, so a model they held would never be freed."""
+    """The hooks of one trained parameter. See [Note: Who keeps a model alive]."""
 
     __slots__ = ("_index", "_reducer", "_runtime", "_slot", "_slots")
 

@@ -22,8 +22,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from onefold.comm import Comm, connect, default_device, start
+from onefold.comm import Comm, default_device, start
 from onefold.errors import OnefoldError, ReleasedParameterError
+from onefold.mesh import connect
 from onefold.released import ReleasedParameter, metadata_only, name_of
 from onefold.streams import Ticket
 

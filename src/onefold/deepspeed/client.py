@@ -109,11 +109,11 @@ def brought(
     Raises:
         OptimizerError: parameters are not the model's; the optimizer is none, or is in use already.
     """
-    given = None if model_parameters is None else _as_groups(model_parameters)
+    given = None if model_parameters is None else _listed(model_parameters)
     if optimizer is None:
         spec = translation.optimizer
         torch_class = None if spec is None else spec.torch_class
-        return Brought(spec, torch_class, None if given is None else _by_name(model, given))
+        return Brought(spec, torch_class, None if given is None else _by_name(model, _as_groups(given)))
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
             raise OptimizerError(
@@ -181,13 +181,16 @@ def _torchs(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return cls if any(hasattr(base, name) for name in own) else base
 
 
-def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, Mapping | torch.Tensor) else list(parameters)
+
+
+def _as_groups(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Parameters, or groups of them, as groups."""
-    items = [parameters] if isinstance(parameters, Mapping | torch.Tensor) else list(parameters)
     if all(isinstance(item, Mapping) for item in items):
         groups = [dict(item) for item in items]
     elif all(isinstance(item, torch.Tensor) for item in items):
-        groups = [{"params": items}]
+        groups = [{"params": list(items)}]
     else:
         named = all(isinstance(item, tuple) and len(item) == 2 for item in items)
         if not named:
@@ -195,7 +198,7 @@ def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
         groups = [{"params": [param for _, param in items]}]
     for group in groups:
         params = group.get("params", ())
-        group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        group["params"] = _listed(params)
     return [group for group in groups if group["params"]]
 
 

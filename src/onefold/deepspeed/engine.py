@@ -175,19 +175,23 @@ class DeepSpeedEngine(Saves):
             self.lr_scheduler.step(**lr_kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that were added up so far; `step` does so by itself."""
-        if self._num_backwards and self._accumulation > 1 and "zero_grad" not in self._told:
-            self._told.add("zero_grad")
-            _log.warning(
-                "zero_grad() in the middle of a step of %s micro-batches: what the first %s added up is forgotten. "
-                "engine.step() clears gradients by itself",
-                self._accumulation,
-                self._num_backwards,
+        """Forget the gradients that were added up so far; `step` does so by itself. In the middle of a step of several
+        micro-batches, under ZeRO 2 and 3, they stay, as with DeepSpeed."""
+        is_kept = False
+        if self._num_backwards and self._accumulation > 1:
+            is_kept = self.zero_optimization_partition_gradients()
+            self._tell_once(
+                f"zero_grad() in the middle of a step of {self._accumulation} micro-batches: what the first "
+                f"{self._num_backwards} added up {'stays' if is_kept else 'is forgotten'}, as with DeepSpeed at stage "
+                f"{self.zero_optimization_stage()}. engine.step() clears gradients by itself"
             )
-        if self.optimizer is None:
-            self.module.zero_grad(set_to_none)
-        else:
-            self.optimizer.zero_grad(set_to_none)
+        if not is_kept:
+            (self.module if self.optimizer is None else self.optimizer).zero_grad(set_to_none)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("%s", text)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ process that ends in between leaves `latest` as it was.
 
 import logging
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -128,11 +129,12 @@ def _check_ours(path: Path, directory: Path, name: str) -> None:
         CheckpointError: it is DeepSpeed's, and has to be imported first; or it cannot be one.
     """
     _check_tag(name)
+    ours = f"{directory}-onefold"
     if path.is_dir() and any(path.glob("*mp_rank_*_model_states.pt")):
         raise CheckpointError(
             f"{path} was written by DeepSpeed. Import it once, into another directory:\n"
-            f"  onefold import-deepspeed {directory} {directory}-onefold/{name} --tag {name}\n"
-            f"and then call engine.load_checkpoint({str(directory) + '-onefold'!r}, tag={name!r})"
+            f"  {shlex.join(['onefold', 'import-deepspeed', str(directory), f'{ours}/{name}', '--tag', name])}\n"
+            f"and then call engine.load_checkpoint({ours!r}, tag={name!r})"
         )
 
 
