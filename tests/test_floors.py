@@ -62,6 +62,7 @@ FLOORS = (
             "discover",
             "agree",
             "meta",
+            "nursery",
             "fraction",
             "keep",
             "gather",
@@ -110,10 +111,11 @@ class Door:
 
 
 DOORS = (
-    # The launcher starts torchrun, the report asks which backends there are: neither communicates.
+    # The launcher starts torchrun, the report asks which backends there are: neither communicates. The facade hands
+    # torch.distributed on to scripts that know it by DeepSpeed's name.
     Door(
         names=("torch.distributed",),
-        modules=("comm", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report"),
+        modules=("comm", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report", "deepspeed"),
     ),
     Door(
         names=(

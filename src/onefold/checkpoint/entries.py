@@ -71,6 +71,15 @@ def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None)
     return (entry for _, entry, _ in _entries(session, optimizer, ema))
 
 
+def param_entries(session: Session, flat: Flat, slot: int, optimizer: Optimizer | None) -> Iterator[Entry]:
+    """What this rank keeps of one parameter: its exact weights, and its optimizer state."""
+    updates = () if optimizer is None else optimizer.updates
+    yield from (entry for place, entry in _weights(session, flat) if place == slot)
+    for update in updates:
+        if update.flat is flat:
+            yield from (entry for place, entry in _states(update) if place == slot)
+
+
 def buffer_entries(model: nn.Module) -> Iterator[Entry]:
     """The buffers of a model that its state dict has; whole, and the same on every rank."""
     for name, buffer in persistent_buffers(model).items():
