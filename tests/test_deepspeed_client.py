@@ -206,6 +206,11 @@ REFUSED = {
         OptimizerError,
         r"group 0 holds a tensor of shape \(3,\) that is not a parameter of the model",
     ),
+    "read-to-its-end": (
+        {"config": {**ONE, **ADAM}, "model_parameters": iter(())},
+        OptimizerError,
+        "model_parameters is empty: no parameter is trained, or it is a generator that was read to its end",
+    ),
     "mixed": ({"model_parameters": [nn.Parameter(torch.ones(3)), {}]}, OptimizerError, "not a mix"),
     "schedule-alone": ({"lr_scheduler": lambda optimizer: 3}, OptimizerError, "lr_scheduler= without an optimizer"),
     "another-schedule": (
@@ -227,7 +232,9 @@ def test_what_cannot_be_taken_is_refused_by_name(name):
         deepspeed.initialize(**({"model": nn.Linear(2, 2), "config": ONE} | given))
 
 
-def test_a_parameter_in_two_groups_and_a_sharded_model_are_refused():
+def test_a_parameter_in_two_groups_an_engine_and_a_sharded_model_are_refused():
+    with pytest.raises(ConfigError, match="model= is an engine already"):
+        engine_of(ONE, engine_of(ONE))
     model = nn.Linear(2, 2)
     groups = [{"params": [model.weight]}, {"params": [model.bias, model.weight]}]
     with pytest.raises(OptimizerError, match="'weight' is in two parameter groups"):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import onefold.deepspeed as deepspeed
-from deepspeed_loops import FP16, STEPS, Net, Run, settings, start
+from deepspeed_loops import FP16, MICRO, STEPS, Net, Run, settings, start
 from deepspeed_steps import ADAM, ONE, engine_of, same, steps, weights
-from onefold.errors import EngineError
+from onefold.errors import EngineError, OptimizerError
 
 # --- what it answers
 
@@ -124,6 +124,23 @@ def test_misuse_of_the_loop_is_an_error_that_says_what_to_do():
         engine.compile(schedule=[])
     with pytest.raises(EngineError, match="custom_load_fn is not called"):
         engine.load_checkpoint("nowhere", custom_load_fn=print)
+    with pytest.raises(EngineError, match='weights under "module"'):
+        engine.load_module_state_dict(engine.module.state_dict())
+    with pytest.raises(OptimizerError, match=r"call engine.backward\(loss\)"):
+        engine.optimizer.backward(engine(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_may_be_put_where_it_is_and_is_neither_cast_nor_moved(stage):
+    run = start(deepspeed, settings(stage), 0, 1)
+    want = weights(run.engine)
+    for put in (run.engine.to(run.engine.device), run.engine.cpu(), run.engine.float(), run.engine.to(torch.float32)):
+        assert put is run.engine
+    for cast in (run.engine.half, run.engine.bfloat16, lambda: run.engine.to("meta")):
+        with pytest.raises(EngineError, match=r"an engine computes in torch\.float32 on cpu, and is neither"):
+            cast()
+    same(weights(run.engine), want)
+    steps(run, 0, 1)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -165,6 +182,23 @@ def test_a_plain_backward_divides_once_whatever_else_the_model_returns(config):
         return weights(engine)
 
     same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loss_that_comes_through_another_engine_is_divided_once(stage):
+    config = settings(stage, gradient_accumulation_steps=2)
+
+    def norm(is_engine):
+        run = start(deepspeed, config, 0, 1)
+        judge = nn.Linear(MICRO, 1)
+        nn.init.constant_(judge.weight, 0.5)
+        judge = engine_of(config, judge) if is_engine else judge
+        for micro_step in range(2):
+            run.engine.backward(judge(run.engine(run.batch(micro_step)[0])).sum())
+            run.step()
+        return run.engine.get_global_grad_norm()
+
+    assert norm(True) == pytest.approx(norm(False), rel=1e-6)
 
 
 def test_an_engine_whose_model_keeps_what_it_returned_is_freed_with_it():

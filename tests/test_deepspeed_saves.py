@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import onefold
 import onefold.deepspeed as deepspeed
 from deepspeed_loops import FP16, MICRO, STEPS, WARM, Net, settings, start
 from deepspeed_steps import ADAM, ONE, engine_of, same, steps, weights
@@ -40,6 +41,26 @@ def test_a_run_goes_on_from_its_checkpoint_at_any_number_of_ranks_and_stage(rank
     assert seen["rates"] == want["rates"][3:]
     assert seen["scales"] == want["scales"][3:]
     assert seen["losses"] == pytest.approx(want["losses"][3:], rel=2e-3)
+
+
+def save_alone(rank, num_ranks, config, path):
+    """What scripts do: all ranks gather, rank 0 alone reads the state and writes it."""
+    run = start(deepspeed, config, 0, num_ranks)
+    steps(run, 0, 2)
+    with onefold.gathered(list(run.engine.module.parameters())):
+        if rank == 0:
+            torch.save(run.engine.module.state_dict(), path)
+    steps(run, 2, 3)
+    return run.seen["losses"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rank_0_alone_may_save_what_all_ranks_have_gathered(ranks, tmp_path, stage):
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    losses = ranks(2).run(save_alone, settings(stage, offload), str(tmp_path / "weights.pt"))[0]
+    run = start(deepspeed, settings(stage), 0, 1)
+    run.engine.module.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert run.loss(2).item() == pytest.approx(losses[2], rel=1e-5)
 
 
 def trained(config=None):

@@ -226,7 +226,8 @@ class Unit:
             if late is not None:
                 late.wait()
             self.spread(flat, self._lanes.mark())
-        self.refresh(caught)
+        if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
+            self.refresh(caught)
 
     def refresh(self, flats: Collection[Flat]) -> None:
         """The values of `flats` are being changed: hide them until they are there."""

@@ -40,6 +40,14 @@ class DeepSpeedOptimizer(Optimizer):
         """Whether the loss scale changes by itself."""
         return isinstance(self._session.precision.loss_scale, DynamicLossScale)
 
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Refused: only the engine knows how many micro-batches a step has.
+
+        Raises:
+            OptimizerError: always.
+        """
+        raise OptimizerError("optimizer.backward(loss) is not carried over: call engine.backward(loss)")
+
 
 _MAKERS: Mapping[str, Callable[..., Optimizer]] = {
     cls.__name__: type(cls.__name__, (DeepSpeedOptimizer, cls), {"__doc__": cls.__doc__, "__module__": __name__})
@@ -110,6 +118,10 @@ def brought(
         OptimizerError: parameters are not the model's; the optimizer is none, or is in use already.
     """
     given = None if model_parameters is None else _listed(model_parameters)
+    if given is not None and not given and optimizer is None and translation.optimizer is not None:
+        raise OptimizerError(
+            "model_parameters is empty: no parameter is trained, or it is a generator that was read to its end before"
+        )
     if optimizer is None:
         spec = translation.optimizer
         torch_class = None if spec is None else spec.torch_class

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +56,15 @@ class Division:
 
     Attributes:
         parts: micro-batches of a step.
-        num_running: calls of `engine.backward` that run, which divided the loss already.
+        num_running: calls of `engine.backward`, of any engine, that run, which divided the loss already: it may come
+            through the outputs of several engines, as a generator's does through its discriminator.
     """
 
-    __slots__ = ("num_running", "parts")
+    __slots__ = ("parts",)
+    num_running: ClassVar[int] = 0
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
-        self.num_running = 0
 
     def enter(self, grad: Tensor) -> Tensor:
         """The gradient of one of the engine's outputs, as it goes on into the model."""
@@ -141,12 +142,12 @@ class DeepSpeedEngine(Saves):
             )
         divided = loss / self._division.parts if scale_wrt_gas else loss
         self._num_backwards += 1
-        self._division.num_running += 1
+        Division.num_running += 1
         try:
             with self._collecting():
                 divided.backward(retain_graph=retain_graph)
         finally:
-            self._division.num_running -= 1
+            Division.num_running -= 1
         return divided
 
     def _collecting(self) -> AbstractContextManager[None]:
@@ -359,6 +360,22 @@ class DeepSpeedEngine(Saves):
 
     def empty_partition_cache(self) -> None:
         """Does nothing: parameters that are split are given back after every pass."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DeepSpeedEngine":
+        """What `to`, `cuda`, `half` and the like do: nothing, where parameters are so already.
+
+        Raises:
+            EngineError: they would be moved or cast.
+        """
+        for dtype in {param.dtype for param in self.module.parameters()}:
+            now = torch.empty(0, dtype=dtype, device=self.device)
+            asked = fn(now)
+            if (asked.dtype, asked.device) != (now.dtype, now.device):
+                raise EngineError(
+                    f"an engine computes in {dtype} on {self.device}, and is neither cast nor moved ({asked.dtype}, "
+                    f'{asked.device}): write "bf16" or "fp16" into the configuration, and move models before initialize'
+                )
+        return self
 
     def destroy(self) -> None:
         """Wait for what is under way."""

@@ -21,7 +21,6 @@ from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import walk
 from onefold.deepspeed.world import init_distributed, is_launched, local_rank
 from onefold.errors import ConfigError
-from onefold.mesh import connect
 from onefold.optimizer import Optimizer
 from onefold.shard import shard
 
@@ -108,6 +107,8 @@ def _module(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     """The model, if it is one, and nothing is asked for that there is not."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r}: initialize needs a torch.nn.Module")
+    if isinstance(model, DeepSpeedEngine):
+        raise ConfigError("model= is an engine already: use it as it is, or make one of a new model")
     if mpu is not None:
         raise ConfigError(
             "mpu= asks for model parallelism, and there is data parallelism only: leave it out, and use "

@@ -204,10 +204,25 @@ class Saves(Queries, nn.Module):
         return state
 
     def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
     ) -> None:
-        """Load `checkpoint["module"]`, whole weights, into the model. A collective."""
+        """Load `checkpoint["module"]`, whole weights, into the model, under any plan. A collective.
+
+        Args:
+            fetch_z3_params: has no effect: parameters that rest in parts are always written.
+        Raises:
+            EngineError: `checkpoint` has no "module".
+        """
         _refuse_custom(custom_load_fn)
+        if "module" not in checkpoint:
+            raise EngineError(
+                'load_module_state_dict takes a dict with the weights under "module": hand over '
+                '{"module": state_dict}, or call engine.module.load_state_dict(state_dict)'
+            )
         self.module.load_state_dict(checkpoint["module"], strict=strict)
 
     def save_checkpoint(
