@@ -28,6 +28,9 @@ FLOORS = (
             "streams",
             "buffer",
             "comm",
+            "over",
+            "mesh",
+            "peers",
             "cores",
             "worker",
             "tier",
@@ -44,6 +47,7 @@ FLOORS = (
             "unit",
             "bound",
             "reducer",
+            "saved",
             "runtime",
             "autograd",
             "hooks",
@@ -60,6 +64,7 @@ FLOORS = (
             "meta",
             "fraction",
             "keep",
+            "gather",
             "build",
             "access",
             "ema",
@@ -108,7 +113,8 @@ class Door:
 DOORS = (
     # The launcher starts torchrun, the report asks which backends there are: neither communicates.
     Door(
-        names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report")
+        names=("torch.distributed",),
+        modules=("comm", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report"),
     ),
     Door(
         names=(

@@ -106,7 +106,7 @@ def _read_flat(flat: Flat, names: Mapping[int, str], files: StoredTensors, sessi
     """Read this rank's part of one flat buffer, into its exact weights if it is trained."""
     flat.arrival.wait_on_host()
     if flat.trained is None:
-        start = session.comm.rank * flat.layout.shard_numel if flat.weight.numel() < flat.layout.numel else 0
+        start = session.comm.shard * flat.layout.shard_numel if flat.weight.numel() < flat.layout.numel else 0
         _fill(flat.weight, start, flat, names, files)
         return
     exact = flat.trained.master.load()
