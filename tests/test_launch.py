@@ -139,7 +139,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(launch):
     eventually(lambda: launch.alive() == [])
 
 
-# What the page leaves to its reader. In the first attempt, rank 0 fails in step 3; by then step 2 is saved.
+# What the page leaves to its reader. In the first attempt, rank 0 fails in a step.
 YOURS = """
 import os, signal
 from pathlib import Path
@@ -151,20 +151,21 @@ model = onefold.shard(torch.nn.Linear(4, 4), onefold.ZERO_3)
 optimizer = onefold.SGD(model, lr=0.1)
 def train_one_step(step):
     print("step", step)
-    assert rank or step != 3 or os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert rank or step != {fails_at} or os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
 
 
-def pages_script(num_steps):
+def pages_script(num_steps, fails_at):
     loop, agreement = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return f"{YOURS.format(num_steps=num_steps)}\n{agreement}\n{loop}\ntorch.distributed.destroy_process_group()\n"
+    yours = YOURS.format(num_steps=num_steps, fails_at=fails_at)
+    return f"{yours}\n{agreement}\n{loop}\ntorch.distributed.destroy_process_group()\n"
 
 
 def test_the_pages_pattern_goes_on_where_the_last_attempt_got_to(launch):
-    launch.write("train.py", pages_script(5))
+    launch.write("train.py", pages_script(5, fails_at=3))  # step 2 is saved
     done = launch.run("--nproc", 2, "--max_restarts", 1, "--log_dir", "logs", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""  # each rank has files of its own
@@ -174,13 +175,13 @@ def test_the_pages_pattern_goes_on_where_the_last_attempt_got_to(launch):
 
 
 def test_the_pages_pattern_saves_when_it_is_told_to_stop(launch):
-    launch.write("train.py", pages_script(10**9))
-    process = launch.start("run", "--nproc", 2, "--max_restarts", 1, "--log_dir", "logs", "train.py")
+    launch.write("train.py", pages_script(10**9, fails_at=-1))
+    process = launch.start("run", "--nproc", 2, "--log_dir", "logs", "train.py")
     eventually((launch.folder / "logs").exists)
-    eventually(lambda: [log for log in launch.folder.glob("logs/run-*/*/attempt_1/0/stdout.log") if log.read_text()])
+    eventually(lambda: [log for log in launch.folder.glob("logs/run-*/*/attempt_0/0/stdout.log") if log.read_text()])
     process.send_signal(signal.SIGTERM)
     assert finish(process).returncode == 143
-    logs = {log.read_text() for log in launch.folder.glob("logs/run-*/*/attempt_1/*/stdout.log")}
+    logs = {log.read_text() for log in launch.folder.glob("logs/run-*/*/attempt_0/*/stdout.log")}
     assert len(logs) == 1  # all ranks stopped after the same step, and saved it
     assert (launch.folder / f"run/step-{int(logs.pop().split()[-1]) + 1}").exists()
 
