@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -44,14 +44,14 @@ def collect(
     """All that a run needs to go on, as this rank has it."""
     entries, aside = list(own_entries(session, optimizer, ema)), Aside()
     is_first = session.comm.rank == 0
-    schedulers = several(scheduler)
+    schedulers, buffers = several(scheduler), persistent_buffers(model)
     shared = {
         **stamp(),
         "num_ranks": session.comm.num_ranks,
         "plan": str(session.plan),
         "params": _params(session),
         "tied": _tied(model),
-        "buffers": {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()},
+        "buffers": {name: list(buffer.shape) for name, buffer in buffers.items()},
         "scaler": encode(session.scaler.state_dict(), "the loss scale"),
         "optimizer": None if optimizer is None else _optimizer(session, optimizer),
         "has_ema": ema is not None,
@@ -63,9 +63,9 @@ def collect(
         "loader": None if loader is None else encode(loader.state_dict(), "the state of loader"),
     }
     if is_first:
-        entries += [*buffer_entries(model), *aside.entries()]
+        entries += [*buffer_entries(buffers), *aside.entries()]
         shared["files"] = _files(model)
-        shared["empty"] = aside.empty()
+        shared["empty"] = aside.empty() | empty_buffers(buffers)
     return Contents(shared=shared, own=own, entries=entries)
 
 
@@ -87,6 +87,11 @@ class Aside:
     def empty(self) -> dict[str, Any]:
         """Shape and dtype of those that have none."""
         return {entry.key: [list(entry.shape), dtype_name(entry.dtype)] for entry in self._kept if not entry.stop}
+
+
+def empty_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Shape and dtype of those that have no elements."""
+    return {f"buffer.{name}": [list(b.shape), dtype_name(b.dtype)] for name, b in buffers.items() if not b.numel()}
 
 
 def stamp() -> dict[str, Any]:

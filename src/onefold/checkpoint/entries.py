@@ -9,7 +9,7 @@ a rank reads every element that it updates. Both are ranges of flattened paramet
 Where a plan keeps more, it comes from the other ranks as after an update.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -61,11 +61,9 @@ def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None)
     return (entry for _, entry, _ in _entries(session, optimizer, ema))
 
 
-def buffer_entries(model: nn.Module) -> Iterator[Entry]:
-    """The buffers of a model that its state dict has; whole, and the same on every rank."""
-    for name, buffer in persistent_buffers(model).items():
-        if buffer.numel():
-            yield whole_entry(f"buffer.{name}", buffer)
+def buffer_entries(buffers: Mapping[str, Tensor]) -> Iterator[Entry]:
+    """Buffers by name: whole, and the same on every rank."""
+    return (whole_entry(f"buffer.{name}", buffer) for name, buffer in buffers.items() if buffer.numel())
 
 
 def whole_entry(key: str, tensor: Tensor) -> Entry:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -150,7 +150,10 @@ class Job:
         return read
 
     def _tensors(self, reader: Reader) -> None:
-        entries = [*kept_entries(self._session, self._optimizer, self._ema), *buffer_entries(self._model)]
+        entries = [
+            *kept_entries(self._session, self._optimizer, self._ema),
+            *buffer_entries(persistent_buffers(self._model)),
+        ]
         total = sum(entry.nbytes for entry in entries)
         path, comm = reader.directory, self._session.comm
         with bar(f"loading {path.name}", total, self._progress and comm.rank == 0) as advance:
@@ -181,7 +184,7 @@ class Job:
             reader=reader,
             own=reader.own(rank) if rank < reader.num_ranks else {},
             schedulers=understood(path, lambda: [decode(state) for state in shared["schedulers"]]),
-            extra=understood(path, lambda: decode(shared["extra"], partial(_extra_tensor, reader))),
+            extra=understood(path, lambda: decode(shared["extra"], reader.tensor)),
         )
 
     def _take(self, shared: Mapping[str, Any]) -> None:
@@ -309,11 +312,6 @@ def _is_damage(error: BaseException) -> bool:
 def _shapes(shared: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     params = {name: tuple(saved["shape"]) for name, saved in shared["params"].items()}
     return params, {name: tuple(shape) for name, shape in shared["buffers"].items()}
-
-
-def _extra_tensor(reader: Reader, key: str) -> Tensor:
-    empty = reader.shared["empty"].get(key)
-    return reader.tensor(key) if empty is None else torch.empty(empty[0], dtype=dtype_of(empty[1]))
 
 
 def _take_random(device: torch.device, states: Mapping[str, Any]) -> None:

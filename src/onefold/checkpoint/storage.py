@@ -278,18 +278,31 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: there is none of that name.
         """
-        stored = self._metadata.state_dict_metadata.get(key)
+        dtype, stored = self.dtype(key), self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{self.directory} holds no {key!r}")
-        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+            return torch.empty(self.shared["empty"][key][0], dtype=dtype)
+        whole = torch.empty(stored.size, dtype=dtype)
         for chunk in stored.chunks:
             flat = whole.reshape(-1)
             start = flat_index(chunk.offsets, stored.size)
             self._read(key, chunk.offsets, 0, flat[start : start + prod(chunk.sizes)])
         return whole
 
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype of one tensor, which may have no elements.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        stored = self._metadata.state_dict_metadata.get(key)
+        if isinstance(stored, TensorStorageMetadata):
+            return stored.properties.dtype
+        if key not in self.shared["empty"]:
+            raise CheckpointError(f"{self.directory} holds no {key!r}")
+        return dtype_of(self.shared["empty"][key][1])
+
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Names of all tensors that have elements."""
         return list(self._metadata.state_dict_metadata)
 
     def _read(self, key: str, offset: torch.Size, first: int, into: torch.Tensor) -> None:
