@@ -13,7 +13,7 @@ import torch
 import onefold
 from checkpoint_faults import SmallRun, after, same
 from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, OnefoldError
 
 
 def flip(place):
@@ -165,6 +165,17 @@ FORGED_TENSORS = {
 }
 
 
+def exported(place, out):
+    """What an export does with a checkpoint, but to write it or to refuse it."""
+    try:
+        onefold.export(place, out)
+    except OnefoldError:
+        return []
+    except Exception as error:
+        return [f"exported with {error!r}"]
+    return []
+
+
 def load_forged(rank, num_ranks, directory, whole):
     """Loads a checkpoint with each forgery; returns those that gave anything but what was saved or our error."""
     run, wrong, refused = SmallRun(seed=5), [], set()
@@ -181,6 +192,8 @@ def load_forged(rank, num_ranks, directory, whole):
                 wrong.append(f"{case}: does not name {file}: {error}")
         except Exception as error:
             wrong.append(f"{case}: {error!r}")
+
+        wrong.extend(f"{case}: {told}" for told in exported(place, directory / "out"))
 
     shared = json.loads((whole / SHARED).read_bytes())
     own = json.loads((whole / "rank-00000.json").read_bytes())
@@ -214,6 +227,17 @@ def test_a_forged_checkpoint_loads_as_what_it_says_or_is_refused_by_file(ranks, 
     wrong, refused = ranks(1).run(load_forged, tmp_path / "forged", tmp_path / "step-3", timeout_s=300)[0]
     assert not wrong, "\n".join(wrong)
     assert refused > 100
+
+
+@pytest.mark.parametrize("name", ["../else", "{}/else", "config.json/../../else", "tokenizer.json"])
+def test_a_forged_checkpoint_writes_nothing_but_what_an_export_has(ranks, tmp_path, name):
+    ranks(1).run(save_both, tmp_path)
+    shared = json.loads((tmp_path / "step-3" / SHARED).read_bytes())
+    shared["files"]["configs"] = {name.format(tmp_path): {}, "config.json": {"mine": 1}}
+    forge(tmp_path / "step-3", SHARED, json.dumps(shared).encode())
+    onefold.export(tmp_path / "step-3", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-2", "step-3"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 FORGED_RECORDS = {

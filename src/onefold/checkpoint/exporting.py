@@ -17,8 +17,6 @@ from onefold.dtypes import Precision, split
 from onefold.errors import CheckpointError
 from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
 
-_CONFIGS = ("config.json", "generation_config.json")
-
 
 class CheckpointExport:
     """What `onefold.export` writes of a checkpoint.
@@ -36,29 +34,34 @@ class CheckpointExport:
         chosen = Precision(params=dtype).params
         self._dtype = chosen if isinstance(chosen, torch.dtype) else None
         self._reader = Reader(candidates(path.absolute())[0][0])
-        if self._reader.shared["files"] is None:
+        where = self._reader.directory / SHARED
+        if understood(where, lambda: self._reader.shared["files"]) is None:
             raise CheckpointError(
                 f"{path} holds adapters, or state that files of weights cannot hold: load it into its model and "
                 "export that"
             )
+        self._entries: list[Entry] = understood(where, self._found)
+        self._configs = understood(where, self._configurations)
 
     def write(self, directory: Path, max_file_bytes: int) -> None:
         """Write weights and configuration into `directory`, which is there."""
-        entries = understood(self._reader.directory / SHARED, self._entries)
         try:
-            write_files(directory, entries, max_file_bytes)
+            write_files(directory, self._entries, max_file_bytes)
         finally:
             self._reader.close()
-        for name in _CONFIGS:  # not whatever name stands in the checkpoint
-            values = self._reader.shared["files"]["configs"].get(name)
-            if values is None:
-                continue
-            if name == "config.json":
-                values = {**values, "dtype": prevailing_dtype(entries)}
+        for name, values in self._configs.items():
             text = json.dumps(values, indent=2, sort_keys=True) + "\n"
             (directory / name).write_text(text, encoding="utf-8")
 
-    def _entries(self) -> list[Entry]:
+    def _configurations(self) -> dict[str, dict[str, Any]]:
+        """What is to be written by name of the file: not by whatever name stands in the checkpoint."""
+        configs = self._reader.shared["files"]["configs"]
+        found = {name: dict(configs[name]) for name in ("config.json", "generation_config.json") if name in configs}
+        if "config.json" in found:
+            found["config.json"]["dtype"] = prevailing_dtype(self._entries)
+        return found
+
+    def _found(self) -> list[Entry]:
         shared = self._reader.shared
         entries = []
         for name, saved in shared["params"].items():
