@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from onefold.checkpoint.codec import dtype_name, dtype_of
-from onefold.checkpoint.files import BlockReader, BlockWriter, Files, named, write_file
+from onefold.checkpoint.files import BlockReader, BlockWriter, Files, block_bytes, named, read_file, write_file
 from onefold.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -103,8 +103,8 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(planner, EntrySavePlanner):
             raise TypeError(f"{type(planner).__name__} gives whole tensors; write with an EntrySavePlanner")
-        name = file_of(self._rank, "data")
-        writer, results = BlockWriter(self._files, self._directory / name), []
+        name, block = file_of(self._rank, "data"), block_bytes(sum(map(_nbytes, plan.items)), len(plan.items))
+        writer, results = BlockWriter(self._files, self._directory / name, block), []
         try:
             for item in plan.items:
                 start = writer.nbytes
@@ -116,7 +116,7 @@ class Writer(StorageWriter):
             table = writer.finish()
         finally:
             writer.close()
-        records = [FileRecord(name, writer.nbytes, None), self._write(file_of(self._rank, "sums"), table)]
+        records = [FileRecord(name, writer.nbytes, None, block), self._write(file_of(self._rank, "sums"), table)]
         records.append(self._write(file_of(self._rank, "json"), json.dumps(self._own).encode()))
         results += [self._result(MetadataIndex(f"#{record.name}"), record, record.nbytes) for record in records]
         done: Future[list[WriteResult]] = Future()
@@ -145,6 +145,11 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _index(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
@@ -224,8 +229,7 @@ class Reader(StorageReader):
 
     def _bytes(self, name: str) -> bytes:
         path, record = self.directory / name, self._record(name)
-        with named(path, "read"):
-            data = path.read_bytes()
+        data = read_file(self._files, path)
         if len(data) != record.nbytes or crc32(data) != record.checksum:
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         return data
@@ -312,8 +316,11 @@ class Reader(StorageReader):
 
     def _data(self, name: str) -> BlockReader:
         if name not in self._open:
+            path, record = self.directory / name, self._record(name)
+            if record.block is None:
+                raise CheckpointError(f"{path} is no file of tensors, says {self.directory / MANIFEST}")
             table = self._bytes(str(Path(name).with_suffix(".sums")))
-            self._open[name] = BlockReader(self._files, self.directory / name, self._record(name).nbytes, table)
+            self._open[name] = BlockReader(self._files, path, record.nbytes, record.block, table)
         return self._open[name]
 
     def close(self) -> None:
