@@ -2,6 +2,8 @@
 the host makes the next update wait; saves wait for one another, and so does the end of the program."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint_ends
 import onefold
 from checkpoint_faults import Fault, Small, SmallRun, after, same
 from onefold.checkpoint.files import Files
@@ -210,7 +213,8 @@ print("the end")
 
 def load_it(rank, num_ranks, directory, plan):
     run = SmallRun(plan, seed=5)
-    return run.load(directory / "latest"), same(run.state(), after(2, plan))
+    step = run.load(directory / "latest")
+    return step, same(run.state(), after(step, plan))
 
 
 @pytest.mark.parametrize("plan", ["zero_3", "offload"])
@@ -222,3 +226,34 @@ def test_the_end_of_the_program_waits_for_a_save(ranks, tmp_path, plan):
     )
     assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr
     assert ranks(1).run(load_it, tmp_path, plan) == [(2, True)]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ends")
+    path = os.pathsep.join([str(Path(onefold.__file__).parent.parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, checkpoint_ends.__file__, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.mark.parametrize("way", checkpoint_ends.WAYS)
+def test_however_a_script_ends_a_save_under_way_is_finished_or_told_to_have_failed(ranks, ended, way):
+    codes = json.loads((ended / way / "codes").read_text())
+    told = [(ended / way / f"told-{rank}").read_text() for rank in range(2)]
+    ((step, is_right),) = ranks(1).run(load_it, ended / way / "saves", "zero_3")
+    assert is_right
+    if "killed" in way:
+        gone = int(way[-1])
+        assert step == 2  # the one before
+        assert (codes[gone], codes[1 - gone]) == (-signal.SIGKILL, 1)
+        assert "'step-3' was not written" in told[1 - gone]
+        assert ("rank 0 is gone" in told[1]) == (gone == 0)
+    else:
+        assert step == 3
+        assert codes == [0, int("fails" in way)]
+        assert ["the script's own" in each for each in told] == [False, "fails" in way]
+    names = sorted(path.name for path in (ended / way / "saves").iterdir() if not path.name.startswith("."))
+    assert names == ["step-2", "step-3"][: step - 1]

@@ -11,8 +11,14 @@ NCCL chooses its own order; there plans agree to rounding.
 """
 
 import atexit
+import pickle
+import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -58,10 +64,62 @@ class Comm(Protocol):
         """Every rank's value, by rank. For set-up and errors only."""
         ...
 
-    def side_group(self) -> Any:
-        """A process group over host memory for work beside the loop, for libraries that want one; None where there is
-        but one rank. Made by the first call, which all ranks make."""
+    def control_group(self) -> Any:
+        """The process group over host memory, for libraries that want one; None where there is but one rank."""
         ...
+
+    def conversation(self) -> "Conversation":
+        """A new conversation, for work beside the loop. Every rank calls it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What rank 0 and the others tell each other beside the loop, apart from all other traffic.
+
+    It needs nothing of `torch.distributed`'s own books: `destroy_process_group` in the meantime does not end it.
+    """
+
+    rank: int
+    num_ranks: int
+    _group: Any
+    _tag: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on rank 0; nothing on the others.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self.rank:
+            self._send(value, 0)
+            return []
+        return [value, *(self._receive(rank) for rank in range(1, self.num_ranks))]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        if self.rank:
+            return self._receive(0)
+        for rank in range(1, self.num_ranks):
+            with suppress(RuntimeError):  # a rank that is gone need not be told; the others have to be
+                self._send(value, rank)
+        return value
+
+    def _send(self, value: Any, rank: int) -> None:
+        data = bytearray(pickle.dumps(value))
+        for sent in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(data, dtype=torch.uint8)):
+            self._group.send([sent], rank, self._tag).wait()
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._group.recv([size], rank, self._tag).wait()
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._group.recv([data], rank, self._tag).wait()
+        return pickle.loads(data.numpy().tobytes())
 
 
 class LocalComm:
@@ -89,8 +147,11 @@ class LocalComm:
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def side_group(self) -> None:
+    def control_group(self) -> None:
         return None
+
+    def conversation(self) -> "Conversation":
+        return Conversation(self.rank, self.num_ranks, None, 0)
 
 
 # Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
@@ -99,6 +160,8 @@ _made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], tuple[Any, ...]]
 
 
 _GRACE_S = 0.1
+_PATIENCE = timedelta(hours=2)
+"""How much longer one rank may write than another; one that is gone is noticed at once."""
 
 
 def _linger() -> None:
@@ -159,11 +222,20 @@ class _GroupComm:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def side_group(self) -> Any:
+    def control_group(self) -> Any:
+        return self._control
+
+    def conversation(self) -> Conversation:
         made = _made[dist.group.WORLD]
-        if (self._ranks, "side") not in made:
-            made[self._ranks, "side"] = (dist.new_group(list(self._ranks), backend="gloo"),)
-        return made[self._ranks, "side"][0]
+        if (self._ranks, "talk") not in made:
+            # Made behind torch's back, which would end it with its own. A rendezvous of the same store may come again.
+            store = dist.distributed_c10d.PrefixStore(
+                f"onefold-{self.exchange_objects(secrets.token_hex(8))[0]}", dist.distributed_c10d._get_default_store()
+            )
+            group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, _PATIENCE)
+            made[self._ranks, "talk"] = (group, count())
+        group, tags = made[self._ranks, "talk"]
+        return Conversation(self.rank, self.num_ranks, group, self.exchange_objects(next(tags))[0])
 
 
 class GlooComm(_GroupComm):
@@ -235,8 +307,11 @@ class CountingComm:
     def exchange_objects(self, value: Any) -> list[Any]:
         return self.inner.exchange_objects(value)
 
-    def side_group(self) -> Any:
-        return self.inner.side_group()
+    def control_group(self) -> Any:
+        return self.inner.control_group()
+
+    def conversation(self) -> Conversation:
+        return self.inner.conversation()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

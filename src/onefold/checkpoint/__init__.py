@@ -3,7 +3,8 @@
 [Note: Saving beside training]
 An asynchronous save copies what rests on the device to the host and returns. What rests on the host is read where it
 is, while the next forward and backward run; the next `optimizer.step` waits until it has been read. Files are written
-by a thread of its own, over a process group of its own. A save waits for the one before it.
+by a thread of its own. Ranks tell each other how it went over connections of its own: a script may end, fail, or call
+`destroy_process_group` meanwhile, and the save is finished all the same. A save waits for the one before it.
 """
 
 from functools import partial

@@ -164,7 +164,7 @@ class Job:
                         {},
                         storage_reader=reader,
                         planner=EntryLoadPlanner(entries),
-                        process_group=comm.side_group(),
+                        process_group=comm.control_group(),
                     )
             except BaseException as error:
                 told = failure(error, f"reading {path} failed, and the model holds part of it", comm.rank)

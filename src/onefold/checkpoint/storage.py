@@ -60,33 +60,31 @@ class Place:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote: its boxes of tensors, where they lie, and its files."""
+
+    metadata: Metadata
+    results: Sequence[WriteResult]
+
+
 class Writer(StorageWriter):
-    """Writes one rank's part of a checkpoint into `directory`, and, on rank 0, what holds it together.
+    """Writes one rank's part of a checkpoint into `directory`.
 
     Args:
-        shared: what all ranks share beside tensors, for rank 0 to write.
         own: what is of this rank alone.
-        seal: called on rank 0 once every file is on the disk.
+
+    Attributes:
+        parts: what was written: one part, once all of it is on the disk.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        rank: int,
-        *,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        seal: Callable[[], None],
-        files: Files,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, directory: Path, rank: int, own: Mapping[str, Any], files: Files, progress: Progress) -> None:
         self._directory = directory
         self._rank = rank
-        self._shared = shared
         self._own = own
-        self._seal = seal
         self._files = files
         self._progress = progress
+        self.parts: list[Part] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """One writer writes one checkpoint."""
@@ -127,24 +125,36 @@ class Writer(StorageWriter):
         return WriteResult(index=index, size_in_bytes=nbytes, storage_data=where)
 
     def _write(self, name: str, data: bytes) -> FileRecord:
-        write_file(self._files, self._directory / name, data)
-        return FileRecord(name, len(data), crc32(data))
+        return _written(self._files, self._directory, name, data)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        every = [result for of_rank in results for result in of_rank]
-        records = [result.storage_data for result in every if isinstance(result.storage_data, FileRecord)]
-        places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
-        shared = {"format": FORMAT, "version": VERSION, **self._shared, "tensors": _index(metadata, places)}
-        records.append(self._write(SHARED, json.dumps(shared).encode()))
-        manifest = Manifest(self._shared["saved_ns"], {record.name: record for record in records})
-        self._write(MANIFEST, manifest_text(manifest))
-        with named(self._directory, "written"):
-            self._files.sync_directory(self._directory)
-        self._seal()
+        self.parts.append(Part(metadata, [result for each in results for result in each]))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def hold_together(directory: Path, shared: Mapping[str, Any], parts: Sequence[Part], files: Files) -> None:
+    """Write what makes a checkpoint of all ranks' parts, last of all the manifest; it is on the disk then.
+
+    Args:
+        shared: what all ranks share beside tensors.
+    """
+    every = [result for part in parts for result in part.results]
+    records = [result.storage_data for result in every if isinstance(result.storage_data, FileRecord)]
+    places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
+    text = {"format": FORMAT, "version": VERSION, **shared, "tensors": _index(parts, places)}
+    records.append(_written(files, directory, SHARED, json.dumps(text).encode()))
+    manifest = Manifest(shared["saved_ns"], {record.name: record for record in records})
+    _written(files, directory, MANIFEST, manifest_text(manifest))
+    with named(directory, "written"):
+        files.sync_directory(directory)
+
+
+def _written(files: Files, directory: Path, name: str, data: bytes) -> FileRecord:
+    write_file(files, directory / name, data)
+    return FileRecord(name, len(data), crc32(data))
 
 
 def _nbytes(item: WriteItem) -> int:
@@ -152,16 +162,19 @@ def _nbytes(item: WriteItem) -> int:
     return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _index(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
-    tensors = {}
-    for key, stored in metadata.state_dict_metadata.items():
+def _index(parts: Sequence[Part], places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+    """Tensors by name, each with the boxes that ranks wrote of it."""
+    tensors: dict[str, Any] = {}
+    for key, stored in (item for part in parts for item in part.metadata.state_dict_metadata.items()):
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{key!r} is no tensor")
-        chunks = []
+        kind = {"dtype": dtype_name(stored.properties.dtype), "shape": list(stored.size)}
+        tensor = tensors.setdefault(key, {**kind, "chunks": []})
+        if any(tensor[what] != value for what, value in kind.items()):
+            raise CheckpointError(f"{key!r} is {kind} on one rank, and {tensor['dtype']}{tensor['shape']} on another")
         for chunk in stored.chunks:
             place = places[MetadataIndex(key, chunk.offsets)]
-            chunks.append([list(chunk.offsets), list(chunk.sizes), place.file, place.start])
-        tensors[key] = {"dtype": dtype_name(stored.properties.dtype), "shape": list(stored.size), "chunks": chunks}
+            tensor["chunks"].append([list(chunk.offsets), list(chunk.sizes), place.file, place.start])
     return tensors
 
 
