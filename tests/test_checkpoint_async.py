@@ -151,6 +151,95 @@ def test_a_save_waits_for_the_one_before(ranks, tmp_path, num_ranks):
         assert found == [(2, True), (3, True)]
 
 
+class Late(Files):
+    """Begins to read what it writes only once `gate` is open."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def create(self, path):
+        self.gate.wait()
+        return super().create(path)
+
+
+def save_averages(rank, num_ranks, directory, plan):
+    """Saves averages, and goes on; returns whether the averages are what was saved."""
+    run, files, other = SmallRun(plan), Late(), SmallRun(seed=5)
+    ema = onefold.EMA(run.model, 0.5)
+    run.train(2)
+    ema.update()
+    with ema.applied():
+        want = run.state()
+        saving = onefold.save(directory / "it", run.model, asynchronous=True, files=files)
+        session = session_of(run.model, "a test")
+        session.readers[1:] = opening(session.readers[1:], files.gate)
+    files.gate.set()
+    saving.wait()
+    onefold.load(directory / "it", other.model)
+    return same(other.state(), want) and not same(run.state(), want)
+
+
+@pytest.mark.parametrize("plan", ["zero_3", "offload"])
+def test_averages_stay_in_place_until_they_are_saved(ranks, tmp_path, plan):
+    assert ranks(1).run(save_averages, tmp_path, plan) == [True]
+
+
+class After(Files):
+    """Writes once another save has written on this rank."""
+
+    def __init__(self, other=None):
+        self.wrote, self._other = threading.Event(), other
+
+    def write(self, file, data, offset):
+        if self._other is not None:
+            self._other.wrote.wait()
+        return super().write(file, data, offset)
+
+    def sync(self, file):
+        super().sync(file)
+        if file.name.endswith(".json"):
+            self.wrote.set()
+
+
+def save_two(rank, num_ranks, directory):
+    """Two models are saved at once; one rank writes them in the other order."""
+    runs = [SmallRun(), SmallRun("zero_1")]
+    for number, run in enumerate(runs):
+        run.train(2 + number)
+    first = After()
+    files = [first, After(first)] if rank == 0 else [After(first), first]
+    savings = [run.save(directory / str(n), asynchronous=True, files=files[n]) for n, run in enumerate(runs)]
+    for saving in savings:
+        saving.wait()
+    other = SmallRun(seed=5)
+    return [other.load(directory / str(n)) and same(other.state(), after(2 + n)) for n in range(2)]
+
+
+def test_two_models_are_saved_at_once(ranks, tmp_path):
+    assert ranks(2).run(save_two, tmp_path) == [[True, True]] * 2
+
+
+def save_relative(rank, num_ranks, directory):
+    """Saves by a relative path, below a link, and goes elsewhere before it is written."""
+    run, files, before = SmallRun(), Late(), Path.cwd()
+    (directory / "real").mkdir()
+    (directory / "link").symlink_to("real")
+    try:
+        os.chdir(directory)
+        saving = run.save("link/step", asynchronous=True, files=files)
+        os.chdir("/")
+        files.gate.set()
+        saving.wait()
+        os.chdir(directory / "real")
+        return run.load("latest"), sorted(path.name for path in (directory / "real").iterdir())
+    finally:
+        os.chdir(before)
+
+
+def test_a_relative_path_stands_for_where_it_was_meant(ranks, tmp_path):
+    assert ranks(1).run(save_relative, tmp_path) == [(0, ["step"])]
+
+
 def load_while_saving(rank, num_ranks, directory):
     run, files = SmallRun(), Gated([])
     run.train(2)

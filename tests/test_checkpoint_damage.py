@@ -12,6 +12,7 @@ import torch
 
 import onefold
 from checkpoint_faults import SmallRun, after, same
+from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
 from onefold.errors import CheckpointError, OnefoldError
 
@@ -163,6 +164,31 @@ FORGED_TENSORS = {
         chunks=[[[0, 0], [6, 3], "rank-00000.data", 0], [[0, 3], [6, 3], "rank-00000.data", 72]]
     ),
 }
+
+
+class Overtaken(Files):
+    """As if another run saved with `keep_last=1` meanwhile: once something of step 2 is read, there is step 3 only."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def read_into(self, file, data):
+        if "step-2" in file.name and (self.directory / "step-2").exists():
+            (self.directory / "else" / "step-3").rename(self.directory / "step-3")
+            shutil.rmtree(self.directory / "step-2")
+        return super().read_into(file, data)
+
+
+def load_overtaken(rank, num_ranks, directory):
+    run = SmallRun(seed=5)
+    return run.load(directory / "latest", files=Overtaken(directory)), same(run.state(), after(3))
+
+
+def test_a_newest_checkpoint_that_is_removed_meanwhile_gives_way_to_its_successor(ranks, tmp_path):
+    ranks(1).run(save_both, tmp_path)
+    (tmp_path / "else").mkdir()
+    (tmp_path / "step-3").rename(tmp_path / "else" / "step-3")
+    assert ranks(1).run(load_overtaken, tmp_path) == [(3, True)]
 
 
 def exported(place, out):

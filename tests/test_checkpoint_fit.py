@@ -4,6 +4,7 @@ with what differs and by which name; so is what a checkpoint cannot hold."""
 import re
 from collections import namedtuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -232,6 +233,12 @@ def test_schedulers_and_loaders_that_do_not_fit_are_refused(ranks, tmp_path):
 
 
 Pair = namedtuple("Pair", "one two")
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
 UNFIT = {
     "object": ({"a": [1, object()]}, r"extra\['a'\]\[1\] is a builtins\.object"),
     "function": ({"f": len}, r"extra\['f'\] is a builtins\.builtin_function"),
@@ -239,6 +246,8 @@ UNFIT = {
     "complex": ([1j], r"extra\[0\] is a builtins\.complex"),
     "sparse": ({"t": torch.eye(2).to_sparse()}, r"extra\['t'\] is a tensor with layout torch\.sparse"),
     "meta": ({"t": torch.empty(2, device="meta")}, r"extra\['t'\] is a tensor on meta"),
+    "record": ({"r": numpy.zeros(2, dtype=[("a", "i4")])}, r"extra\['r'\] is a numpy\.ndarray"),
+    "deep": (nested(101), r"extra\[0\]\[0\].* is nested more than 100 deep"),
     "key": ({(1, len): 2}, r"a key of extra\[1\] is a builtins\.builtin_function"),
 }
 
@@ -255,6 +264,11 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_its_place(ranks, tmp_path, 
     for message in ranks(2).run(unfit, tmp_path, case):
         assert re.search(UNFIT[case][1], message), message
     assert not list(tmp_path.iterdir())
+
+
+def inside(model, attempt):
+    with onefold.gathered(model, write=True):
+        attempt()
 
 
 def elsewhere(rank, num_ranks, directory):
@@ -277,6 +291,9 @@ def elsewhere(rank, num_ranks, directory):
         "not one": lambda: onefold.load(directory / "mine", model),
         "a file": lambda: onefold.load(directory / "file", model),
         "below": lambda: onefold.load(directory / "file" / "latest", model),
+        "in a checkpoint": lambda: onefold.save(directory / "real" / "it", model),
+        "save in gathered": lambda: inside(model, lambda: onefold.save(directory / "new", model)),
+        "load in gathered": lambda: inside(model, lambda: onefold.load(directory / "real", model)),
         "not sharded": lambda: onefold.save(directory / "new", nn.Linear(1, 1)),
     }.items():
         try:
@@ -302,4 +319,7 @@ def test_paths_that_are_no_checkpoints_are_told_and_left_alone(ranks, tmp_path):
     assert "is not a whole checkpoint" in said["a file"]
     assert "file" in said["below"]
     assert "onefold.shard" in said["not sharded"]
+    assert "real is a checkpoint" in said["in a checkpoint"]
+    assert "leave it first" in said["save in gathered"]
+    assert "leave it first" in said["load in gathered"]
     assert names == ["file", "link", "mine", "real"]

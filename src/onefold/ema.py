@@ -75,6 +75,7 @@ class EMA:
             yield
         finally:
             self._session.readers.remove(refuse)
+            self._session.wait_for_readers()  # a save that began inside reads the averages
             self._swap()
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from onefold.ema import EMA
@@ -76,7 +77,8 @@ def save(
     collect = partial(
         contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
     )
-    return saving.save(session, Path(path).absolute(), collect, wishes)
+    with torch.inference_mode(False), torch.no_grad():  # what is kept for the next save is used outside, too
+        return saving.save(session, Path(path).absolute(), collect, wishes)
 
 
 def load(
@@ -121,4 +123,5 @@ def load(
     session = session_of(model, "onefold.load")
     job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, progress)
     rest = loading.Rest(scheduler=scheduler, loader=loader, random_states=random_states)
-    return loading.load(session, Path(path).absolute(), job, rest)
+    with torch.inference_mode(False), torch.no_grad():
+        return loading.load(session, Path(path).absolute(), job, rest)

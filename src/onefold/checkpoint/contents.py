@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from onefold.buffer import SplitMaster
-from onefold.checkpoint.codec import dtype_name, encode
+from onefold.checkpoint.codec import Keep, dtype_name, encode
 from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, param_names, persistent_buffers, whole_entry
 from onefold.ema import EMA
 from onefold.errors import WeightsError
-from onefold.naming import named_tensors, written_names
+from onefold.naming import all_tensors, modules_with_more, named_tensors, written_names
 from onefold.optimizer import Optimizer
 from onefold.session import Session
 
@@ -63,6 +63,7 @@ def collect(
         "loader": None if loader is None else encode(loader.state_dict(), "the state of loader"),
     }
     if is_first:
+        shared["module_states"] = _module_states(model, aside.keep)
         entries += [*buffer_entries(buffers), *aside.entries()]
         shared["files"] = _files(model)
         shared["empty"] = aside.empty() | empty_buffers(buffers)
@@ -142,13 +143,15 @@ def _files(model: Any) -> dict[str, Any] | None:
 
 def _tied(model: nn.Module) -> dict[str, str]:
     """The second and further names of parameters, and the first."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            tied[name] = first[id(param)]
-        first.setdefault(id(param), name)
-    return tied
+    return {name: named.names[0] for named in all_tensors(model) if named.is_param for name in named.names[1:]}
+
+
+def _module_states(model: nn.Module, keep: Keep) -> dict[str, Any]:
+    """What modules keep beside tensors, by their names."""
+    return {
+        name: encode(module.get_extra_state(), f"the extra state (get_extra_state) of module {name!r}", keep)
+        for name, module in modules_with_more(model).items()
+    }
 
 
 def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from onefold.errors import CheckpointError
 
 LATEST = "latest"
 _LOCK = "lock"
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>partial|trash)")
-_REPLACED = re.compile(r"\.(?P<name>.+)\.replaced")
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>partial|trash)", re.DOTALL)
+_REPLACED = re.compile(r"\.(?P<name>.+)\.replaced", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,7 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     begun = time.perf_counter()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not save")
     agree(partial(as_ours, session.wait_for_saves))
-    session.runtime.settle()
-    session.runtime.catch_up()
+    session.come_to_rest("onefold.save")
     found: Contents = agree(partial(as_ours, collect))
     merge_states(session, found.shared)
     talk, saving = session.comm.conversation(), Saving(target)
@@ -251,6 +250,8 @@ def _vacant(target: Path, files: Files) -> Workplace:
         raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
     if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and is no checkpoint: give a path of its own to each checkpoint")
+    if (target.parent / MANIFEST).exists():
+        raise CheckpointError(f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed")
     return Workplace(target, files)
 
 

@@ -53,6 +53,7 @@ def collect(source: Source, name: str) -> tuple[Contents, dict[str, str]]:
         "scaler": encode(_scaler(source.optimizer.get("loss_scaler")), "the loss scale"),
         "optimizer": _optimizer(source, steps),
         "has_ema": False,
+        "module_states": None,  # what modules of DeepSpeed's keep is not known
         "files": {"names": {key: [key] for key in (*params, *buffers)}, "configs": {}},
         "schedulers": [] if scheduler is None else [encode(scheduler, "lr_scheduler")],
         "extra": encode(extra, "extra", aside.keep),
