@@ -5,8 +5,11 @@ from hypothesis import settings
 
 from onefold.testing import RankPool, Workers
 
+# No example has to be found right within a time: on a busy machine any may take long.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 # `--hypothesis-profile=thorough`: five times as many examples where a test scales with the profile.
-settings.register_profile("thorough", max_examples=500)
+settings.register_profile("thorough", max_examples=500, deadline=None)
 
 
 @pytest.fixture(scope="session")

@@ -311,7 +311,7 @@ def test_the_end_of_the_program_waits_for_a_save(ranks, tmp_path, plan):
     path = [str(Path(__file__).parent), str(Path(onefold.__file__).parent.parent)]
     program = PROGRAM.format(path=path, plan=plan, target=str(tmp_path / "step-2"))
     ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
     assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr
     assert ranks(1).run(load_it, tmp_path, plan) == [(2, True)]
@@ -323,7 +323,7 @@ def ended(tmp_path_factory):
     path = os.pathsep.join([str(Path(onefold.__file__).parent.parent), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, checkpoint_ends.__file__, str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return directory
 

@@ -115,8 +115,8 @@ def load_each(rank, num_ranks, directory, plan, states):
 
 @pytest.mark.parametrize(("save_ranks", "load_ranks", "plan"), [(2, 1, "offload"), (2, 3, "zero_3"), (1, 2, "zero_1")])
 def test_every_optimizer_goes_on_at_other_ranks(ranks, tmp_path, save_ranks, load_ranks, plan):
-    states = ranks(save_ranks).run(save_each, tmp_path, timeout_s=200)[0]
-    for wrong in ranks(load_ranks).run(load_each, tmp_path, plan, states, timeout_s=200):
+    states = ranks(save_ranks).run(save_each, tmp_path)[0]
+    for wrong in ranks(load_ranks).run(load_each, tmp_path, plan, states):
         assert not wrong, "\n".join(wrong)
 
 

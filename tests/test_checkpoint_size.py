@@ -177,7 +177,7 @@ def test_saving_and_loading_take_no_more_memory_than_a_unit(tmp_path, plan, prec
         dtype=dtype,
         target=str(tmp_path),
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     saving, loading = map(int, ended.stdout.split())
     unit = 16 * width * width

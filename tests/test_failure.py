@@ -14,7 +14,7 @@ from onefold.released import ReducedGradient
 from onefold.testing import RankError
 from ranks import Stack, Turn, build, every_plan, one_and_two_ranks, weights
 
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 
 
 class Stop(Exception):

@@ -193,8 +193,8 @@ def late(seam, names, generator):
 
 @pytest.mark.parametrize("case", STRESSED)
 def test_random_delays_change_no_bit(ranks, case):
-    want = ranks(2).run(stressed, case, False, timeout_s=120.0)
-    for got, wanted in zip(ranks(2).run(stressed, case, True, timeout_s=120.0), want, strict=True):
+    want = ranks(2).run(stressed, case, False)
+    for got, wanted in zip(ranks(2).run(stressed, case, True), want, strict=True):
         same(got, wanted, 0)
 
 

@@ -131,9 +131,17 @@ def test_a_machine_that_cannot_be_reached_is_named():
 def test_machines_meet_at_an_address_that_all_know_and_a_free_port():
     with_a_shell = ["sh", "-c", 'exec sh -c "$2"', "ssh"]
     for name, address in (("127.0.0.1", "127.0.0.1"), ("me@127.0.0.2", "127.0.0.2")):
-        found, port = nodes.meeting(with_a_shell, name)
-        assert found == address
+        assert any(is_free_at(address, *nodes.meeting(with_a_shell, name)) for _ in range(5))
+
+
+def is_free_at(address, found, port):
+    """Whether the address is the one that is meant, and nobody has taken the port meanwhile: another test may."""
+    assert found == address
+    try:
         local.check_port(port)
+    except LaunchError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("word", [*AWKWARD, "~", "!x", "#", "a=b", "*", "\t", "é"])
