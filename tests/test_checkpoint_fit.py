@@ -232,6 +232,30 @@ def test_schedulers_and_loaders_that_do_not_fit_are_refused(ranks, tmp_path):
     assert "was saved by 2 ranks, and this is one of 1" in said[4]
 
 
+def given_on_one(rank, num_ranks, directory):
+    """What ranks say that were not given the same."""
+    model, optimizer = made("small", "adamw")
+    onefold.save(directory / "it", model, optimizer, asynchronous=rank == 1).wait()
+    said, ema = [], onefold.EMA(model)
+    for attempt in (
+        lambda: onefold.save(directory / "new", model, optimizer if rank == 0 else None),
+        lambda: onefold.save(directory / "new", model, ema=ema if rank == 1 else None),
+        lambda: onefold.load(directory / "it", model, optimizer if rank == 0 else None),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    onefold.load(directory / "it", model, optimizer)
+    return said
+
+
+def test_what_is_given_on_one_rank_only_is_told_on_all(ranks, tmp_path):
+    for said in ranks(2).run(given_on_one, tmp_path):
+        for message, (what, rank) in zip(said, (("optimizer", 0), ("ema", 1), ("optimizer", 0)), strict=True):
+            assert f"{what}= was given on ranks [{rank}] of 2 only" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
 Pair = namedtuple("Pair", "one two")
 
 
@@ -294,6 +318,8 @@ def elsewhere(rank, num_ranks, directory):
         "in a checkpoint": lambda: onefold.save(directory / "real" / "it", model),
         "save in gathered": lambda: inside(model, lambda: onefold.save(directory / "new", model)),
         "load in gathered": lambda: inside(model, lambda: onefold.load(directory / "real", model)),
+        "other optimizer": lambda: onefold.save(directory / "new", model, made("small", "adamw")[1]),
+        "other average": lambda: onefold.load(directory / "real", model, ema=onefold.EMA(made("small", "adamw")[0])),
         "not sharded": lambda: onefold.save(directory / "new", nn.Linear(1, 1)),
     }.items():
         try:
@@ -319,6 +345,8 @@ def test_paths_that_are_no_checkpoints_are_told_and_left_alone(ranks, tmp_path):
     assert "is not a whole checkpoint" in said["a file"]
     assert "file" in said["below"]
     assert "onefold.shard" in said["not sharded"]
+    assert "optimizer= is of another model" in said["other optimizer"]
+    assert "ema= is of another model" in said["other average"]
     assert "real is a checkpoint" in said["in a checkpoint"]
     assert "leave it first" in said["save in gathered"]
     assert "leave it first" in said["load in gathered"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onefold.buffer import exact_dtype
 from onefold.errors import OptimizerError
-from onefold.session import session_of
+from onefold.session import Session, session_of
 from onefold.streams import Ticket
 from onefold.unit import Flat, Trained
 
@@ -44,6 +44,10 @@ class EMA:
             average = trained.rest.allocate(trained.numel, exact_dtype(flat.weight.dtype))
             average.copy_(trained.master.load())
             self._averages.append((flat, trained, average))
+
+    def is_of(self, session: Session) -> bool:
+        """Whether it averages that session's model."""
+        return self._session is session
 
     @property
     def averages(self) -> list[tuple[Flat, Tensor]]:

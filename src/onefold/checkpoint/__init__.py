@@ -78,7 +78,8 @@ def save(
         contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
     )
     with torch.inference_mode(False), torch.no_grad():  # what is kept for the next save is used outside, too
-        return saving.save(session, Path(path).absolute(), collect, wishes)
+        check = partial(contents.check_same, session, optimizer, ema)
+        return saving.save(session, Path(path).absolute(), collect, check, wishes)
 
 
 def load(

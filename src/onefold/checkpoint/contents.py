@@ -16,7 +16,7 @@ from onefold.buffer import SplitMaster
 from onefold.checkpoint.codec import Keep, dtype_name, encode
 from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, param_names, persistent_buffers, whole_entry
 from onefold.ema import EMA
-from onefold.errors import WeightsError
+from onefold.errors import CheckpointError, WeightsError
 from onefold.naming import all_tensors, modules_with_more, named_tensors, written_names
 from onefold.optimizer import Optimizer
 from onefold.session import Session
@@ -41,7 +41,12 @@ def collect(
     ema: EMA | None,
     extra: Any,
 ) -> Contents:
-    """All that a run needs to go on, as this rank has it."""
+    """All that a run needs to go on, as this rank has it.
+
+    Raises:
+        CheckpointError: something of it cannot be saved.
+    """
+    check_given(session, optimizer, ema)
     entries, aside = list(own_entries(session, optimizer, ema)), Aside()
     is_first = session.comm.rank == 0
     schedulers, buffers = several(scheduler), persistent_buffers(model)
@@ -178,6 +183,33 @@ def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
         "states": {name: sorted(set(found)) for name, found in states.items()},
         "num_updates": optimizer.num_updates,
     }
+
+
+def check_given(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
+    """Whether optimizer and average are this model's.
+
+    Raises:
+        CheckpointError: one is another's.
+    """
+    for what, given in (("optimizer", optimizer), ("ema", ema)):
+        if given is not None and not given.is_of(session):
+            raise CheckpointError(f"{what}= is of another model than the one given")
+
+
+def check_same(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
+    """Whether all ranks were given the same kinds of things: each reads and writes its part of all of them.
+
+    Raises:
+        CheckpointError: on every rank, if not.
+    """
+    mine = {"optimizer": optimizer is not None, "ema": ema is not None}
+    every = session.comm.exchange_objects(mine)
+    for what in mine:
+        ranks = [rank for rank, given in enumerate(every) if given[what]]
+        if 0 < len(ranks) < len(every):
+            raise CheckpointError(
+                f"{what}= was given on ranks {ranks} of {len(every)} only: give it on all, or on none"
+            )
 
 
 def merge_states(session: Session, shared: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
-from onefold.checkpoint.contents import several
+from onefold.checkpoint.contents import check_given, check_same, several
 from onefold.checkpoint.directory import candidates
 from onefold.checkpoint.entries import buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
@@ -41,6 +41,7 @@ def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
     session.wait_for_readers()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
     agree(partial(as_ours, session.wait_for_saves))
+    job.check()
     damaged: dict[Path, _Damaged] = {}
     while True:
         # What rank 0 sees counts: others may see a directory that changes at another moment. It is looked at again for
@@ -136,6 +137,16 @@ class Job:
         self._ema = ema
         self._files = files
         self._progress = progress
+
+    def check(self) -> None:
+        """Whether it can be done at all.
+
+        Raises:
+            CheckpointError: on every rank, if not on any.
+        """
+        given = (self._session, self._optimizer, self._ema)
+        together(self._session.comm, partial(check_given, *given), kind=CheckpointError, did="could not load")
+        check_same(*given)
 
     def run(self, path: Path, rest: Rest) -> Read:
         """Read one checkpoint into model and optimizer."""

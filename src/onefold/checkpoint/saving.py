@@ -88,21 +88,29 @@ class Wishes:
     files: Files
 
 
-def save(session: Session, target: Path, collect: Callable[[], Contents], wishes: Wishes) -> Saving:
-    """Write what `collect` gives to `target`, now or beside the next steps; see `onefold.save`."""
+def save(
+    session: Session, target: Path, collect: Callable[[], Contents], check: Callable[[], None], wishes: Wishes
+) -> Saving:
+    """Write what `collect` gives to `target`, now or beside the next steps; see `onefold.save`.
+
+    Args:
+        collect: for this rank.
+        check: raises on all ranks, or on none.
+    """
     begun = time.perf_counter()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not save")
     agree(partial(as_ours, session.wait_for_saves))
     session.come_to_rest("onefold.save")
     found: Contents = agree(partial(as_ours, collect))
+    check()
     merge_states(session, found.shared)
     talk, saving = session.comm.conversation(), Saving(target)
     workplace: Workplace | None = agree(partial(as_ours, lambda: _workplace(session, target, wishes.files)))
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        entries = (
-            agree(partial(as_ours, lambda: _copy(session, found.entries))) if wishes.asynchronous else found.entries
+        entries = agree(
+            partial(as_ours, lambda: _copy(session, found.entries) if wishes.asynchronous else found.entries)
         )
     except BaseException:
         if workplace is not None:
