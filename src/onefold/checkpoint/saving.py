@@ -109,9 +109,7 @@ def save(
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        entries = agree(
-            partial(as_ours, lambda: _copy(session, found.entries) if wishes.asynchronous else found.entries)
-        )
+        entries = agree(partial(as_ours, lambda: _readable(session, found.entries, wishes)))
     except BaseException:
         if workplace is not None:
             workplace.abandon()
@@ -263,7 +261,10 @@ def _vacant(target: Path, files: Files) -> Workplace:
     return Workplace(target, files)
 
 
-def _copy(session: Session, entries: Sequence[Entry]) -> list[Entry]:
+def _readable(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Sequence[Entry]:
+    """What is to be written, so that it can be read for as long as the save takes."""
+    if not wishes.asynchronous:
+        return entries
     session.room = room_for(entries, session.device, session.room, len(session.cores))
     return copied(entries, session.device, session.room)
 
