@@ -169,7 +169,7 @@ def load_latest(rank, num_ranks, directory):
 
 
 def test_a_rank_that_is_lost_is_an_error_on_the_others(ranks, tmp_path):
-    with RankPool(2) as pool, pytest.raises((RankError, CheckpointError)) as caught:
+    with RankPool(2, grace_s=240) as pool, pytest.raises((RankError, CheckpointError)) as caught:
         pool.run(end_in_a_write, tmp_path)
     notes = "\n".join(caught.value.__notes__)
     assert "still running" not in notes

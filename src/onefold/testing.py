@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from onefold.errors import OnefoldError
 
-_DEATH_S = 3.0
+_DEATH_S = 30.0
 """How long a process may take to end once its connection has closed."""
 _START_S = 120.0
 """How long a worker may take to start: importing torch on a busy machine is slow."""
