@@ -295,6 +295,11 @@ def inside(model, attempt):
         attempt()
 
 
+def applied(model, attempt):
+    with onefold.EMA(model).applied():
+        attempt()
+
+
 def elsewhere(rank, num_ranks, directory):
     """What paths that are no checkpoints give."""
     model, optimizer = made("small", "adamw")
@@ -320,6 +325,7 @@ def elsewhere(rank, num_ranks, directory):
         "load in gathered": lambda: inside(model, lambda: onefold.load(directory / "real", model)),
         "other optimizer": lambda: onefold.save(directory / "new", model, made("small", "adamw")[1]),
         "other average": lambda: onefold.load(directory / "real", model, ema=onefold.EMA(made("small", "adamw")[0])),
+        "averages": lambda: applied(model, lambda: onefold.save(directory / "new", model, optimizer)),
         "not sharded": lambda: onefold.save(directory / "new", nn.Linear(1, 1)),
     }.items():
         try:
@@ -347,6 +353,7 @@ def test_paths_that_are_no_checkpoints_are_told_and_left_alone(ranks, tmp_path):
     assert "onefold.shard" in said["not sharded"]
     assert "optimizer= is of another model" in said["other optimizer"]
     assert "ema= is of another model" in said["other average"]
+    assert "the model's weights are averages now" in said["averages"]
     assert "real is a checkpoint" in said["in a checkpoint"]
     assert "leave it first" in said["save in gathered"]
     assert "leave it first" in said["load in gathered"]

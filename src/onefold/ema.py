@@ -75,9 +75,11 @@ class EMA:
         self._swap()
         refuse = _refuser(self._session.readers)
         self._session.readers.append(refuse)
+        self._session.exchanged.append(self)
         try:
             yield
         finally:
+            self._session.exchanged.remove(self)
             self._session.readers.remove(refuse)
             self._session.wait_for_readers()  # a save that began inside reads the averages
             self._swap()

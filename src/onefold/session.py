@@ -41,6 +41,8 @@ class Session:
     """Waits for those who read resting state beside the loop (a save under way)."""
     saves: list[Callable[[], None]] = field(default_factory=list)
     """Waits for the saves under way."""
+    exchanged: list[object] = field(default_factory=list)
+    """Averages that are in the place of the weights now."""
     room: Tensor | None = None
     """Host memory for what a save copies, kept for the next one."""
 

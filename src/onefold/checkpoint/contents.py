@@ -186,11 +186,16 @@ def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_given(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
-    """Whether optimizer and average are this model's.
+    """Whether optimizer and average are this model's, and belong to its weights as they are now.
 
     Raises:
-        CheckpointError: one is another's.
+        CheckpointError: they do not.
     """
+    if session.exchanged and (optimizer is not None or ema is not None):
+        raise CheckpointError(
+            "the model's weights are averages now, inside `with ema.applied():`, from which training does not go on: "
+            "leave it first, or save the model alone"
+        )
     for what, given in (("optimizer", optimizer), ("ema", ema)):
         if given is not None and not given.is_of(session):
             raise CheckpointError(f"{what}= is of another model than the one given")
