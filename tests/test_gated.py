@@ -37,7 +37,7 @@ class Held(TorchKernel):
         self.was_told = []
 
     def update(self, run, step):
-        self.was_told.append(self.go.wait(10))
+        self.was_told.append(self.go.wait(240))
         super().update(run, step)
 
 
