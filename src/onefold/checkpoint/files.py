@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import CheckpointError
+from onefold.replace import exchange
 
 LEAST_BLOCK, MOST_BLOCK = 2**12, 2**16
 _BLOCKS_OF_A_TENSOR = 256
@@ -58,6 +59,10 @@ class Files:
 
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> int:
+        """Exchange two names in one step. Returns 0, or the errno: some file systems cannot."""
+        return exchange(one, other)
 
     def read_into(self, file: BinaryIO, data: memoryview) -> int:
         """How many bytes were read: 0 at the end of the file."""
