@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from onefold.ema import EMA
-from onefold.errors import CheckpointError
 from onefold.optimizer import Optimizer
 from onefold.session import session_of
 
@@ -71,15 +70,13 @@ def save(
     from onefold.checkpoint.files import Files
 
     session = session_of(model, "onefold.save")
-    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
-        raise CheckpointError(f"keep_last={keep_last!r}: give the number of checkpoints to keep, 1 or more, or None")
     wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
     collect = partial(
         contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
     )
     with torch.inference_mode(False), torch.no_grad():  # what is kept for the next save is used outside, too
-        check = partial(contents.check_same, session, optimizer, ema)
-        return saving.save(session, Path(path).absolute(), collect, check, wishes)
+        contents.check_same(session, optimizer, ema)
+        return saving.save(session, Path(path).absolute(), collect, wishes)
 
 
 def load(

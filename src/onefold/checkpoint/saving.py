@@ -87,22 +87,20 @@ class Wishes:
     progress: bool
     files: Files
 
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and (not isinstance(self.keep_last, int) or self.keep_last < 1):
+            raise CheckpointError(
+                f"keep_last={self.keep_last!r}: give how many checkpoints to keep, 1 or more, or None"
+            )
 
-def save(
-    session: Session, target: Path, collect: Callable[[], Contents], check: Callable[[], None], wishes: Wishes
-) -> Saving:
-    """Write what `collect` gives to `target`, now or beside the next steps; see `onefold.save`.
 
-    Args:
-        collect: for this rank.
-        check: raises on all ranks, or on none.
-    """
+def save(session: Session, target: Path, collect: Callable[[], Contents], wishes: Wishes) -> Saving:
+    """Write what `collect` gives to `target`, now or beside the next steps; see `onefold.save`."""
     begun = time.perf_counter()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not save")
     agree(partial(as_ours, session.wait_for_saves))
     session.come_to_rest("onefold.save")
     found: Contents = agree(partial(as_ours, collect))
-    check()
     merge_states(session, found.shared)
     talk, saving = session.comm.conversation(), Saving(target)
     workplace: Workplace | None = agree(partial(as_ours, lambda: _workplace(session, target, wishes.files)))
