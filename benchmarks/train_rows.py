@@ -9,10 +9,10 @@
 - fsdp2: `fully_shard` on every block and the root; fp32 shards, computing and reducing in bf16, the same AdamW;
 - deepspeed_1, _2, _3: ZeRO; bf16 weights with an fp32 master, its fused Adam.
 
-Blocks are compiled; `eager` leaves that out. `keep` gives Onefold's `keep_bytes="auto"`, `keep=4` 4 GiB. All clip to a
-norm of 1. Every rank trains on two batches of its own, over and over. `train.py` runs it; by itself it is for finding
-out why a row fails, and it works under torchrun too. It says how far it is, and prints one line of JSON, last: the row,
-or the error of the rank that failed.
+Blocks are compiled; `eager` leaves that out. `keep` gives Onefold's `keep_bytes="auto"`, `keep=4` 4 GiB; `collective`
+and `copy` its `gather=`. All clip to a norm of 1. Every rank trains on two batches of its own, over and over.
+`train.py` runs it; by itself it is for finding out why a row fails, and it works under torchrun too. It says how far it
+is, and prints one line of JSON, last: the row, or the error of the rank that failed.
 """
 
 import argparse
@@ -56,6 +56,8 @@ class Row:
     is_compiled: bool = True
     keep: Any = None
     """Onefold's `keep_bytes`."""
+    gather: Any = "auto"
+    """Onefold's `gather`."""
 
     @classmethod
     def parse(cls, name: str) -> "Row":
@@ -65,18 +67,20 @@ class Row:
             ValueError: there is no such system or option.
         """
         system, _, words = name.partition(":")
-        is_compiled, keep = True, None
+        is_compiled, keep, gather = True, None, "auto"
         for word in words.split("+") if words else ():
             option, _, value = word.partition("=")
             if option == "eager":
                 is_compiled = False
             elif option == "keep" and system in PLANS:
                 keep = int(float(value) * 2**30) if value else "auto"
+            elif option in ("collective", "copy") and system in PLANS:
+                gather = option
             else:
                 raise ValueError(f"{name!r}: {system} has no option {word!r}")
         if system not in SYSTEMS:
             raise ValueError(f"{name!r}: the systems are {', '.join(SYSTEMS)}")
-        return cls(system=system, is_compiled=is_compiled, keep=keep)
+        return cls(system=system, is_compiled=is_compiled, keep=keep, gather=gather)
 
     @property
     def limit(self) -> str:
@@ -129,6 +133,7 @@ def sharded(work: Work, row: Row, device: str) -> Ready:
             precision=onefold.Precision(params="bf16"),
             compile=row.is_compiled,
             keep_bytes=row.keep,
+            gather=row.gather,
         )
     optimizer = onefold.AdamW(model, **ADAM, max_grad_norm=CLIP)
 
@@ -245,13 +250,7 @@ def builder(system: str) -> Callable[[Work, Row, str], Ready]:
 def measure(words: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any]:
     begin = time.perf_counter()
     row, device, rank = Row.parse(words.row), words.device, dist.get_rank()
-    work = Work(
-        params=words.params,
-        batch=words.batch,
-        context=words.context,
-        is_checkpointed=words.checkpointing,
-        layers=words.layers,
-    )
+    work = Work.of(words)
     torch.manual_seed(0)
     ready = builder(row.system)(work, row, device)
     built = time.perf_counter() - begin

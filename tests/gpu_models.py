@@ -38,10 +38,10 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-def train(rank, num_ranks, plan, precision, device):
+def train(rank, num_ranks, plan, precision, device, mesh=None):
     """Five steps with clipping, weight decay, accumulation and a schedule. Returns (weights, norms, Budget matches)."""
     torch.manual_seed(0)
-    model = onefold.shard(Tower(64, 3).to(device), plan, precision=precision)
+    model = onefold.shard(Tower(64, 3).to(device), plan, precision=precision, mesh=mesh)
     optimizer = onefold.AdamW(model, lr=1e-2, weight_decay=0.1, max_grad_norm=0.1, no_decay=["*.bias"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     generator = torch.Generator().manual_seed(rank)

@@ -7,8 +7,8 @@ from torch import nn
 import onefold
 from onefold import Precision
 from onefold.agree import united
-from onefold.comm import connect
 from onefold.errors import OnefoldError, WeightsError
+from onefold.mesh import connect
 from onefold.plan import NAMED_PLANS
 from ranks import Block, Stack, build, every_plan
 

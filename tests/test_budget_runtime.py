@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold import Precision, Tier
-from onefold.comm import CountingComm
+from onefold.over import CountingComm
 from onefold.plan import NAMED_PLANS
 from ranks import WIDTH, Block, Stack, Turn, build, every_plan
 

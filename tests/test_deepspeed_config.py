@@ -203,7 +203,6 @@ WRONG = [
     ({"wandb": {"enabled": True}}, "wandb.enabled", "nearest"),
     ({"tensorboard": {"enabled": False, "outputpath": "x"}}, "tensorboard.outputpath", "did you mean output_path?"),
     ({"pipeline": {"stages": 4}}, "pipeline.stages", "pipeline parallelism"),
-    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", "nearest"),
     ({"hidden-size": 64}, "hidden-size", "GPT-NeoX"),
 ]  # fmt: skip
 

@@ -297,7 +297,7 @@ def from_another_rank(rank, num_ranks):
 
 def test_optimizer_state_of_another_plan_is_refused(ranks):
     for rank, (message, layout) in enumerate(ranks(2).run(from_another_rank)):
-        assert f"rank {rank} of 2" in layout
+        assert f"shard {rank} of 2" in layout
         assert layout in message
 
 

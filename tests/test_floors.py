@@ -27,7 +27,11 @@ FLOORS = (
             "native",
             "streams",
             "buffer",
+            "conversation",
             "comm",
+            "over",
+            "mesh",
+            "peers",
             "cores",
             "worker",
             "tier",
@@ -44,6 +48,7 @@ FLOORS = (
             "unit",
             "bound",
             "reducer",
+            "saved",
             "runtime",
             "autograd",
             "hooks",
@@ -60,6 +65,7 @@ FLOORS = (
             "meta",
             "fraction",
             "keep",
+            "gather",
             "build",
             "access",
             "ema",
@@ -107,7 +113,8 @@ class Door:
 DOORS = (
     # The launcher starts torchrun, the report asks which backends there are: neither communicates.
     Door(
-        names=("torch.distributed",), modules=("comm", "tensor", "shard", "testing", "checkpoint", "launch", "report")
+        names=("torch.distributed",),
+        modules=("comm", "conversation", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report"),
     ),
     Door(
         names=(

@@ -190,13 +190,25 @@ def test_training_does_not_grow(ranks, make_optimizer, plan, num_ranks):
         assert max(seen[2:]) <= seen[1] + 1024, seen
 
 
-def bytes_before_and_after(rank, num_ranks, plan):
+class Keeping(Deep):
+    """Keeps what its blocks return, as models that show attention maps do, and with it the graph behind it."""
+
+    def forward(self, x):
+        self.seen = []
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            self.seen.append(x)
+        return x
+
+
+def bytes_before_and_after(rank, num_ranks, plan, make):
     """Live bytes before the model, with it, and after it was dropped; and whether the model itself is gone."""
     before = live_bytes()
-    model = onefold.shard(build(Deep), NAMED_PLANS[plan])
+    model = onefold.shard(build(make), NAMED_PLANS[plan])
     optimizer = onefold.AdamW(model, lr=1e-3)
     step(model, optimizer)
     evaluate(model)
+    forward_only(model)
     held = live_bytes()
     seen = weakref.ref(model)
     del model, optimizer
@@ -206,11 +218,39 @@ def bytes_before_and_after(rank, num_ranks, plan):
 
 @every_plan
 @one_and_two_ranks
-def test_a_dropped_model_leaves_nothing(ranks, plan, num_ranks):
-    for before, held, after, gone in ranks(num_ranks).run(bytes_before_and_after, plan):
+@pytest.mark.parametrize("make", [Deep, Keeping])
+def test_a_dropped_model_leaves_nothing(ranks, plan, num_ranks, make):
+    for before, held, after, gone in ranks(num_ranks).run(bytes_before_and_after, plan, make):
         assert held > before
         assert after <= before + 1024
         assert gone
+
+
+def backward_without_a_model(rank, num_ranks, plan):
+    """The input's gradient, and what backward said, when only the loss is left of the model."""
+    model = onefold.shard(build(Keeping), NAMED_PLANS[plan])
+    x = batch().requires_grad_()
+    loss = model(x).sum()
+    del model
+    gc.collect()
+    try:
+        loss.backward()
+    except onefold.errors.OnefoldError as error:
+        return x.grad, str(error)
+    return x.grad, None
+
+
+@every_plan
+@one_and_two_ranks
+def test_backward_without_a_model_is_right_or_refused(ranks, plan, num_ranks):
+    x = batch().requires_grad_()
+    build(Keeping)(x).sum().backward()
+    for grad, told in ranks(num_ranks).run(backward_without_a_model, plan):
+        if plan == "zero_3":
+            assert "of a sharded model that is gone; keep the model" in told
+        else:
+            assert told is None
+            torch.testing.assert_close(grad, x.grad)
 
 
 def bytes_at_every_block(rank, num_ranks, train, prefetch_bytes):

@@ -98,6 +98,8 @@ class _Gathered:
                     slots.gradients.assign(slot, slots.scaled(shown))
                 param.grad = slots.stand_ins[slot]
             slots.shown.pop(slot, None)
+        if self._write:
+            self._session.wait_for_readers()  # whoever gathered what is written now
         for unit in self._units:
             if self._write:
                 self._keep(unit)
@@ -174,7 +176,7 @@ def predicted(model: nn.Module, optimizer: Optimizer) -> Budget:
     session = session_of(model, "predicted")
     specs = [[_spec(session, unit, flat, optimizer) for flat in unit.flats] for unit in session.runtime.units]
     kept = [unit.index for unit in session.runtime.units if isinstance(unit, KeptUnit)]
-    return Budget.of(session.plan, specs, kept=kept)
+    return Budget.of(session.plan, specs, kept=kept, num_replicas=session.comm.num_replicas)
 
 
 def measured(model: nn.Module, optimizer: Optimizer) -> Budget:

@@ -41,6 +41,11 @@ class FlatSpec:
         return self.grad_itemsize > 0
 
     @property
+    def grads_itemsize(self) -> int:
+        """Bytes an element of all gradients that rest at once."""
+        return self.grad_itemsize * self.num_grad_buffers
+
+    @property
     def unpadded(self) -> UnitBytes:
         """Whole parameters and gradients without padding."""
         numel = self.layout.used_numel
@@ -77,10 +82,15 @@ class Budget:
 
     Frozen parameters are never reduced nor refreshed; when params are split they are gathered like any other.
 
+    A part is one of as many as ranks share (the shard axis of a mesh of two axes). Where replicas hold each part again,
+    what is above crosses the wire inside of a replica only, and an all-reduce of the averaged part follows between the
+    ranks that hold it: 2 Psi / S for S parts, whatever the plan.
+
     Args:
         params_bytes, grads_bytes, optim_bytes: bytes by tier; tiers left out hold 0.
         gather_numel: elements of all all-gathers of one step.
-        reduce_numel: elements of all reductions of one step.
+        reduce_numel: elements of all reductions of one step, inside of a replica.
+        replica_numel: elements of those between replicas; 0 where there is but one.
         padding_numel: elements of all whole flat buffers that belong to no parameter.
         root_unit_bytes: whole parameters of the root unit. This and the next two are 0 when parameters rest whole
             (nothing is gathered) and when the budget was made from a parameter count (units are unknown).
@@ -96,6 +106,7 @@ class Budget:
     optim_bytes: Mapping[Tier, int]
     gather_numel: int = 0
     reduce_numel: int = 0
+    replica_numel: int = 0
     padding_numel: int = 0
     root_unit_bytes: int = 0
     largest_unit_bytes: int = 0
@@ -120,6 +131,7 @@ class Budget:
         backward_gathers: Sequence[int] | None = None,
         root: int = 0,
         kept: Collection[int] = (),
+        num_replicas: int = 1,
     ) -> "Budget":
         """The budget of a model cut into units.
 
@@ -130,6 +142,7 @@ class Budget:
             backward_gathers: the same for one backward.
             root: index of the root unit, which stays gathered while others come and go; past the end: there is none.
             kept: indices of the units that stay gathered between forward and backward, which then gathers them no more.
+            num_replicas: ranks that hold the same part.
         Raises:
             PlanError: a gather count is missing or one too many.
         """
@@ -147,12 +160,11 @@ class Budget:
         placed = [(each, flat) for each, unit in zip(plans, units, strict=True) for flat in unit]
         return cls(
             params_bytes=_at_rest((each.params, flat.layout, flat.param_itemsize) for each, flat in placed),
-            grads_bytes=_at_rest(
-                (each.grads, flat.layout, flat.grad_itemsize * flat.num_grad_buffers) for each, flat in placed
-            ),
+            grads_bytes=_at_rest((each.grads, flat.layout, flat.grads_itemsize) for each, flat in placed),
             optim_bytes=_at_rest((each.optim, flat.layout, flat.optim_itemsize) for each, flat in placed),
             gather_numel=gather_numel,
             reduce_numel=reduce_numel,
+            replica_numel=_replica_numel(sum(f.layout.shard_numel for f in flats if f.trainable), num_replicas),
             padding_numel=sum(flat.layout.padding_numel for flat in flats),
             link_bytes=sum(
                 _link_bytes(each, flat.shard_grads_bytes, flat.shard_params_bytes, times)
@@ -171,17 +183,21 @@ class Budget:
         param_itemsize: int = 2,
         grad_itemsize: int = 2,
         optim_itemsize: int = 12,
+        num_replicas: int = 1,
     ) -> "Budget":
         """The ZeRO paper's accounting (section 5, Table 1) from a parameter count alone: no units, no padding.
 
         One rank's part of a kind is its exact share in bytes, rounded up. The default sizes are the paper's: 2-byte
-        parameters and gradients, K = 12 bytes of Adam state.
+        parameters and gradients, K = 12 bytes of Adam state. `num_ranks` share the parts; `num_replicas` hold each.
 
         Raises:
-            PlanError: `numel` is negative or `num_ranks` is not positive.
+            PlanError: `numel` is negative, or `num_ranks` or `num_replicas` is not positive.
         """
-        if numel < 0 or num_ranks < 1:
-            raise PlanError(f"a budget needs numel >= 0 and num_ranks >= 1, not numel={numel}, num_ranks={num_ranks}")
+        if numel < 0 or min(num_ranks, num_replicas) < 1:
+            raise PlanError(
+                f"a budget needs numel >= 0, num_ranks >= 1 and num_replicas >= 1, not numel={numel}, "
+                f"num_ranks={num_ranks}, num_replicas={num_replicas}"
+            )
 
         def share(itemsize: int, partitioned: bool = True) -> int:
             return -(-numel * itemsize // (num_ranks if partitioned else 1))
@@ -193,6 +209,7 @@ class Budget:
             optim_bytes=split_bytes(plan.optim, share(optim_itemsize, plan.optim.partitioned)),
             gather_numel=gather_numel,
             reduce_numel=reduce_numel,
+            replica_numel=_replica_numel(share(1), num_replicas),
             link_bytes=_link_bytes(plan, share(grad_itemsize), share(param_itemsize), 2),
         )
 
@@ -213,8 +230,8 @@ class Budget:
 
     @property
     def wire_numel(self) -> int:
-        """Elements on the wire in one step, gathers and reductions together."""
-        return self.gather_numel + self.reduce_numel
+        """Elements on the wire in one step, gathers and reductions together, on all axes."""
+        return self.gather_numel + self.reduce_numel + self.replica_numel
 
     def window_bytes(self, prefetch_bytes: int = 0) -> int:
         """Most bytes of gathered parameters alive at once, on top of the model states; 0 when parameters rest whole.
@@ -237,7 +254,9 @@ class Budget:
             rows += [("window", "kept units", self.kept_bytes)]
         if self.link_bytes:
             rows += [("a step", "host link", self.link_bytes)]
-        moved = (("gather", self.gather_numel), ("reduce", self.reduce_numel), ("padding", self.padding_numel))
+        moved = [("gather", self.gather_numel), ("reduce", self.reduce_numel), ("padding", self.padding_numel)]
+        if self.replica_numel:
+            moved.insert(2, ("replicas", self.replica_numel))
         lines = [f"{'a rank':<8}{'where':<14}{'GiB':>12}{'bytes':>26}"]
         lines += [f"{kind:<8}{where:<14}{nbytes / _GIB:>12,.3f}{nbytes:>26,}" for kind, where, nbytes in rows]
         lines += [f"{'a step':<8}{'':<26}{'elements':>26}"]
@@ -348,6 +367,11 @@ def _wire_numel(plan: Plan, *, trained: int, fetched: int) -> tuple[int, int]:
     # Where each rank updates only its part it needs only that part of the sum, and the others need its result.
     refreshed, reduced = (trained, trained) if plan.optim.partitioned else (0, 2 * trained)
     return (fetched if plan.params.partitioned else refreshed), reduced
+
+
+def _replica_numel(part: int, num_replicas: int) -> int:
+    """Elements of one step's all-reduces of a trained part between `num_replicas` that hold it."""
+    return 2 * part if num_replicas > 1 else 0
 
 
 def _link_bytes(plan: Plan, grads: int, params: int, num_gathers: int) -> int:

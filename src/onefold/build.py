@@ -49,6 +49,7 @@ class Rest:
             PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
         )
         self.is_weight_own = plan.params.partitioned
+        self.is_weight_exposed = plan.params.partitioned and plan.optim.farthest == Tier.DEVICE
         self.is_update_part = plan.optim.partitioned
 
 
@@ -73,9 +74,9 @@ class Formats:
             kinds.setdefault(self.kind(param), []).append((name, param))
         return list(kinds.items())
 
-    def gathered_bytes(self, spec: UnitSpec, num_ranks: int) -> int:
+    def gathered_bytes(self, spec: UnitSpec, num_shards: int) -> int:
         """Bytes of a unit's whole parameters, padding included."""
-        return sum(_pack(members, num_ranks).numel * kind.dtype.itemsize for kind, members in self.flats(spec))
+        return sum(_pack(members, num_shards).numel * kind.dtype.itemsize for kind, members in self.flats(spec))
 
     def states(self, spec: UnitSpec) -> UnitStates:
         """What training a unit takes."""
@@ -90,8 +91,8 @@ class Formats:
         return UnitStates(size=size, optim=optim)
 
 
-def _pack(members: Sequence[tuple[str, nn.Parameter]], num_ranks: int) -> Layout:
-    return Layout.pack([(name, tuple(param.shape)) for name, param in members], num_ranks)
+def _pack(members: Sequence[tuple[str, nn.Parameter]], num_shards: int) -> Layout:
+    return Layout.pack([(name, tuple(param.shape)) for name, param in members], num_shards)
 
 
 class Builder:
@@ -126,18 +127,19 @@ class Builder:
 
     def _build_flat(self, kind: _Kind, members: Sequence[tuple[str, nn.Parameter]], rest: Rest) -> Flat:
         names, params = tuple(name for name, _ in members), tuple(param for _, param in members)
-        layout = _pack(members, self._comm.num_ranks)
+        layout = _pack(members, self._comm.num_shards)
         source = self._source(layout, params)
         buffer = Buffer(layout, kind.dtype, self._device, self._lanes)
         is_split = kind.is_trained and self._precision.master_form(kind.dtype) == "split"
         buffer.whole.copy_(split(source)[0] if is_split and source.dtype == torch.float32 else source)
         buffer.bind(params)
-        own = slice(*layout.shard_range(self._comm.rank))
+        own = slice(*layout.shard_range(self._comm.shard))
         updated = own if rest.is_update_part else slice(0, layout.numel)
         weight = buffer.whole[updated]
         if rest.is_weight_own:
             weight = rest.params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
+            weight = self._comm.expose(weight) if rest.is_weight_exposed else weight
         trained = self._train(layout, kind, rest, weight, source[updated]) if kind.is_trained else None
         buffer.settle()
         self._lanes.order_gather()

@@ -4,21 +4,22 @@ A `Comm` moves whole flat buffers and shards; it knows nothing of parameters. Re
 DistributedDataParallel. Operations return a `Finish` to call before their result is read, or None where the current
 stream already orders them.
 
+[Note: All ranks, and those that share]
+*All ranks* train one model: they meet, agree, average their gradients, and number their files (`rank`, `num_ranks`).
+Ranks that *share* one set of shards hold one each (`shard`, `num_shards`): a layout is cut into as many, and gathered
+from them. On one axis, as in this file, both are the same; in mesh.py several replicas hold each shard.
+
 [Note: The order of a sum]
 Floating-point sums depend on their order. On gloo each shard's contributions are exchanged and then summed in rank
 order, in at least fp32, so a gradient's bits depend neither on where a parameter lies in its buffer nor on the plan.
-NCCL chooses its own order; there plans agree to rounding.
+NCCL chooses its own order; there plans agree to rounding. Two axes are two such sums, see [Note: Replicas].
 """
 
 import atexit
-import pickle
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -26,22 +27,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold.conversation import Conversation, Line
 from onefold.errors import OrderMismatchError, ShardError
-from onefold.streams import Finish, Pending
+from onefold.streams import Finish, Pending, Ticket
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Comm(Protocol):
-    """The seam to the wire. `whole` is 1-D with `num_ranks` times the elements of `shard`; `shard` may be a view of
-    it."""
+    """The seam to the wire. `whole` is 1-D with `num_shards` times the elements of `shard`; `shard` may be a view of
+    it. See [Note: All ranks, and those that share]."""
 
     rank: int
     num_ranks: int
+    shard: int
+    """Which shard of every layout this rank holds."""
+    num_shards: int
+    """Ranks that hold one shard each."""
+    replica: int
+    """Which of the ranks that hold the same shard this is."""
+    num_replicas: int
+    peers: tuple[int, ...]
+    """The ranks that hold one shard each with this one, by shard."""
+    peer_group: Any
+    """Their process group for gathers; None where there is nobody else."""
+
+    def expose(self, shard: Tensor) -> Tensor:
+        """Where the values of `shard`, which rests on the device, should rest to be gathered from; all ranks call it.
+        It may be `shard` itself."""
+        ...
+
+    def before_change(self) -> None:
+        """To be called by all ranks before exposed shards change: come back when nobody reads them any more."""
+        ...
+
+    def changed(self) -> None:
+        """To be called by all ranks after exposed shards changed."""
+        ...
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        """Put every rank's `shard` into `whole`, in rank order."""
+        """Put every `shard` into `whole`, in their order."""
         ...
 
     def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
@@ -49,11 +75,15 @@ class Comm(Protocol):
         ...
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        """Put the mean over ranks of this rank's part of `whole` into `shard`."""
+        """Put the mean over all ranks of this rank's part of `whole` into `shard`."""
+        ...
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of `value` (0-dim) over the shards, in their order: 0-dim, the same bits on all ranks."""
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Make `tensor` equal to rank 0's. For set-up only; returns when done."""
+        """Make `tensor` equal to rank 0's on all ranks. For set-up only; returns when done."""
         ...
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
@@ -68,65 +98,39 @@ class Comm(Protocol):
         """The process group over host memory, for libraries that want one; None where there is but one rank."""
         ...
 
-    def conversation(self) -> "Conversation":
+    def conversation(self) -> Conversation:
         """A new conversation, for work beside the loop. Every rank calls it."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """What rank 0 and the others tell each other beside the loop, apart from all other traffic.
+class Axis(Comm, Protocol):
+    """A `Comm` of one axis, of which others can be made."""
 
-    It needs nothing of `torch.distributed`'s own books: `destroy_process_group` in the meantime does not end it.
-    """
-
-    rank: int
-    num_ranks: int
-    _group: Any
-    _tag: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on rank 0; nothing on the others.
-
-        Raises:
-            RuntimeError: a rank is gone.
-        """
-        if self.rank:
-            self._send(value, 0)
-            return []
-        return [value, *(self._receive(rank) for rank in range(1, self.num_ranks))]
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value.
-
-        Raises:
-            RuntimeError: rank 0 is gone.
-        """
-        if self.rank:
-            return self._receive(0)
-        for rank in range(1, self.num_ranks):
-            with suppress(RuntimeError):  # a rank that is gone need not be told; the others have to be
-                self._send(value, rank)
-        return value
-
-    def _send(self, value: Any, rank: int) -> None:
-        data = bytearray(pickle.dumps(value))
-        for sent in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(data, dtype=torch.uint8)):
-            self._group.send([sent], rank, self._tag).wait()
-
-    def _receive(self, rank: int) -> Any:
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._group.recv([size], rank, self._tag).wait()
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self._group.recv([data], rank, self._tag).wait()
-        return pickle.loads(data.numpy().tobytes())
+    def mean(self, values: Tensor) -> Finish | None:
+        """Put the mean over ranks of `values` (1-D) in its place: the same bits on all of them."""
+        ...
 
 
-class LocalComm:
+class CollectiveComm:
+    """What a `Comm` whose gathers are collectives does for shards that rest: nothing."""
+
+    def expose(self, shard: Tensor) -> Tensor:
+        return shard
+
+    def before_change(self) -> None:
+        pass
+
+    def changed(self) -> None:
+        pass
+
+
+class LocalComm(CollectiveComm):
     """A world of one rank: no process group is needed."""
 
-    rank = 0
-    num_ranks = 1
+    rank = shard = replica = 0
+    num_ranks = num_shards = num_replicas = 1
+    peers: tuple[int, ...] = (0,)
+    peer_group = None
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         if whole.data_ptr() != shard.data_ptr():
@@ -137,6 +141,12 @@ class LocalComm:
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         return self.all_gather(shard, whole)
+
+    def mean(self, values: Tensor) -> Finish | None:
+        return None
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
 
     def broadcast(self, tensor: Tensor) -> None:
         pass
@@ -150,18 +160,22 @@ class LocalComm:
     def control_group(self) -> None:
         return None
 
-    def conversation(self) -> "Conversation":
+    def conversation(self) -> Conversation:
         return Conversation(self.rank, self.num_ranks, None, 0)
 
 
+Families = tuple[tuple[int, ...], ...]
+"""Sets of ranks, none in two of them, that do the same at the same time, each for itself."""
+
+PLANES = ("data", "reduction", "refresh", "control")
+"""What a group of its own is for, since it may run beside the others. Control messages go through host memory."""
+
 # Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
 # share them; the entry goes when torch.distributed is shut down.
-_made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], tuple[Any, ...]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Any, dict[tuple[Families, str, tuple[str, ...]], dict[str, Any]]] = WeakKeyDictionary()
 
 
 _GRACE_S = 0.1
-_PATIENCE = timedelta(hours=2)
-"""How much longer one rank may write than another; one that is gone is noticed at once."""
 
 
 def _linger() -> None:
@@ -170,46 +184,81 @@ def _linger() -> None:
     time.sleep(_GRACE_S)
 
 
-def _groups(ranks: tuple[int, ...], backend: str) -> tuple[Any, ...]:
-    """The groups for gathers, reductions, refreshes and control messages over `ranks`; made once."""
+def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[str, Any]:
+    """This rank's group for each plane, over its one of `families`; made once, by all ranks of all families.
+
+    Raises:
+        ShardError: it is in none of them.
+    """
     atexit.unregister(_linger)
     atexit.register(_linger)
     made = _made.setdefault(dist.group.WORLD, {})
-    if (ranks, backend) not in made:
-        kinds = (backend, backend, backend, "gloo")
-        made[ranks, backend] = tuple(dist.new_group(list(ranks), backend=kind) for kind in kinds)
-    return made[ranks, backend]
+    if (families, backend, planes) not in made:
+        me = dist.get_rank()
+        mine = next((place for place, ranks in enumerate(families) if me in ranks), None)
+        if mine is None:
+            raise ShardError(f"this is rank {me}, and mesh holds ranks {families}: shard only on ranks of the mesh")
+        # torch tells groups apart by how many were made before, which is the same on all ranks if all make all of them.
+        # Other families that are not known here may be making theirs now: then it has to go by their ranks as well.
+        is_partial = sum(map(len, families)) < dist.get_world_size()
+        made[families, backend, planes] = {
+            plane: [
+                dist.new_group(
+                    list(ranks),
+                    backend="gloo" if plane == "control" else backend,
+                    use_local_synchronization=is_partial,
+                )
+                for ranks in families
+            ][mine]
+            for plane in planes
+        }
+    return made[families, backend, planes]
 
 
-class _GroupComm:
-    """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo."""
+class _GroupComm(CollectiveComm):
+    """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo.
+
+    Args:
+        families: ranks that form a world; all those that make one at the same time.
+        planes: those that it will be asked for.
+    """
 
     backend: str
+    replica = 0
+    num_replicas = 1
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = tuple(ranks)
-        self._root = ranks[0]
-        self._data, self._reduction, self._refresh, self._control = _groups(tuple(ranks), self.backend)
-        self.rank = dist.get_rank(self._data)
-        self.num_ranks = len(ranks)
+    def __init__(self, families: Families, planes: tuple[str, ...] = PLANES) -> None:
+        self._families = families
+        self._planes = _groups(families, self.backend, planes)
+        group = self._planes[planes[0]]
+        self._root = dist.get_global_rank(group, 0)
+        self.rank = self.shard = dist.get_rank(group)
+        self.num_ranks = self.num_shards = dist.get_world_size(group)
+        self.peers = tuple(range(self.num_ranks))
+        self.peer_group = group
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        return self._gather(whole, shard, self._data)
+        return self._gather(whole, shard, self._planes["data"])
 
     def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        return self._gather(whole, shard, self._refresh)
+        return self._gather(whole, shard, self._planes["refresh"])
 
     def _gather(self, whole: Tensor, shard: Tensor, group: Any) -> Finish | None:
         raise NotImplementedError
 
+    def total(self, value: Tensor) -> Tensor:
+        every = value.new_zeros(self.num_ranks)
+        Ticket(self.all_gather(every, value.reshape(1))).wait()
+        return every.sum()
+
     def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(_as_bytes(tensor), self._root, group=self._data)
+        dist.broadcast(_as_bytes(tensor), self._root, group=self._planes["data"])
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         sent = torch.tensor(list(message), dtype=torch.int64, device="cpu")
         received = torch.empty(self.num_ranks * len(message), dtype=torch.int64, device="cpu")
         try:
-            _all_gather(received, sent, group=self._control)
+            _all_gather(received, sent, group=self._planes["control"])
         except RuntimeError as error:
             raise OrderMismatchError(
                 f"rank {self.rank}: another rank left, or did not come to the same point of the step; every rank must "
@@ -219,23 +268,18 @@ class _GroupComm:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._control)
+        dist.all_gather_object(values, value, group=self._planes["control"])
         return values
 
     def control_group(self) -> Any:
-        return self._control
+        return self._planes["control"]
 
     def conversation(self) -> Conversation:
-        made = _made[dist.group.WORLD]
-        if (self._ranks, "talk") not in made:
-            # Made behind torch's back, which would end it with its own. A rendezvous of the same store may come again.
-            store = dist.distributed_c10d.PrefixStore(
-                f"onefold-{self.exchange_objects(secrets.token_hex(8))[0]}", dist.distributed_c10d._get_default_store()
-            )
-            group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, _PATIENCE)
-            made[self._ranks, "talk"] = (group, count())
-        group, tags = made[self._ranks, "talk"]
-        return Conversation(self.rank, self.num_ranks, group, self.exchange_objects(next(tags))[0])
+        made, key = _made[dist.group.WORLD], (self._families, "line", ())
+        if key not in made:
+            made[key] = {"line": Line(self.rank, self.num_ranks, self.exchange_objects(secrets.token_hex(8))[0])}
+        line: Line = made[key]["line"]
+        return line.open(self.exchange_objects(line.next_tag())[0])
 
 
 class GlooComm(_GroupComm):
@@ -248,15 +292,24 @@ class GlooComm(_GroupComm):
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         parts = torch.empty_like(whole)
-        work = dist.all_to_all_single(parts, whole, group=self._reduction, async_op=True)
+        work = dist.all_to_all_single(parts, whole, group=self._planes["reduction"], async_op=True)
+        return self._mean(shard, parts, work)
+
+    def mean(self, values: Tensor) -> Finish | None:
+        parts = values.new_empty(self.num_ranks * values.numel())
+        work = _all_gather(_as_bytes(parts), _as_bytes(values), group=self._planes["reduction"], async_op=True)
+        return self._mean(values, parts, work)
+
+    def _mean(self, target: Tensor, parts: Tensor, work: Any) -> Pending:
+        """Put the mean of every rank's part, once they are there, into `target`."""
 
         def finish() -> None:
             work.wait()
             rows = parts.view(self.num_ranks, -1)
-            total = rows[0].to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+            total = rows[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
             for row in rows[1:]:
                 total += row
-            shard.copy_(total.div_(self.num_ranks))
+            target.copy_(total.div_(self.num_ranks))
 
         return Pending(finish, work.is_completed)
 
@@ -271,47 +324,12 @@ class NcclComm(_GroupComm):
         return None
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self._reduction)
+        _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self._planes["reduction"])
         return None
 
-
-class CountingComm:
-    """Passes everything on to another `Comm` and counts the elements as the ZeRO paper does: a gather or a scatter of a
-    buffer of n elements counts n (section 7)."""
-
-    def __init__(self, inner: Comm) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.num_ranks = inner.num_ranks
-        self.gather_numel = 0
-        self.reduce_numel = 0
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        self.gather_numel += whole.numel()
-        return self.inner.all_gather(whole, shard)
-
-    def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        self.gather_numel += whole.numel()
-        return self.inner.refresh(whole, shard)
-
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        self.reduce_numel += whole.numel()
-        return self.inner.reduce_scatter(shard, whole)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self.inner.broadcast(tensor)
-
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        return self.inner.exchange(message)
-
-    def exchange_objects(self, value: Any) -> list[Any]:
-        return self.inner.exchange_objects(value)
-
-    def control_group(self) -> Any:
-        return self.inner.control_group()
-
-    def conversation(self) -> Conversation:
-        return self.inner.conversation()
+    def mean(self, values: Tensor) -> Finish | None:
+        dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self._planes["reduction"])
+        return None
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -336,6 +354,37 @@ def start() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
+def join(
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    num_ranks: int = -1,
+    local_rank: int = 0,
+    is_alone: bool = False,
+) -> None:
+    """Initialize torch.distributed as told, unless it is.
+
+    Args:
+        local_rank: the GPU to use, where there are GPUs.
+        backend: torch's name of it; None is gloo, and NCCL beside it where there are GPUs.
+        timeout, init_method, rank, num_ranks: as for `torch.distributed.init_process_group`.
+        is_alone: this process is the only rank; nobody has to be met.
+    """
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    name = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    name = "cpu:gloo,cuda:nccl" if name == "nccl" else name  # ranks exchange small messages over host memory
+    if is_alone:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # its stub does not say that it is exported
+        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(name, timeout=timeout, init_method=init_method, rank=rank, world_size=num_ranks)
+
+
 def default_device() -> torch.device:
     """torch's default device if the caller set one; else where ranks communicate: this process's GPU under NCCL, or
     CPU."""
@@ -346,15 +395,6 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
 
 
-def connect(device: torch.device, mesh: Any = None) -> Comm:
-    """The `Comm` over the ranks of `mesh` (None: all ranks) for buffers on `device`.
-
-    Raises:
-        ShardError: the mesh has more than one axis.
-    """
-    if not dist.is_initialized():
-        return LocalComm()
-    if mesh is not None and mesh.ndim != 1:
-        raise ShardError(f"mesh has {mesh.ndim} axes; give the one axis to shard over, e.g. mesh['shard']")
-    ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
-    return NcclComm(list(ranks)) if device.type == "cuda" else GlooComm(list(ranks))
+def all_ranks() -> tuple[int, ...] | None:
+    """The ranks of torch.distributed; None where it is not set up."""
+    return tuple(range(dist.get_world_size())) if dist.is_initialized() else None

@@ -16,6 +16,7 @@ way out. The tree:
     ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
     ├── WeightsError            files of weights that cannot be written, read, or matched with the model
     ├── ConfigError             a DeepSpeed configuration that is no JSON, has unknown or wrong keys, or asks too much
+    ├── EngineError             a DeepSpeed engine is used as it cannot be
     └── LaunchError             `onefold run` cannot start what was asked for
 """
 
@@ -70,6 +71,10 @@ class WeightsError(OnefoldError):
 
 class ConfigError(OnefoldError, ValueError):
     """A DeepSpeed configuration cannot be read, or asks for what Onefold does not do; names every key concerned."""
+
+
+class EngineError(OnefoldError):
+    """A DeepSpeed engine is asked for what it cannot do, or at the wrong moment."""
 
 
 class LaunchError(OnefoldError, ValueError):

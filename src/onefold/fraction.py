@@ -60,7 +60,7 @@ def keep_some(
     available = room(units, comm, device, present)
     told = comm.exchange([int(1e15 * seconds) for seconds in update_seconds(device, num_threads)])
     near, far = (min(each) for each in zip(*told, strict=True))
-    kept = fitting(plan, units, comm.num_ranks, available) if near < far else Fraction(0)
+    kept = fitting(plan, units, comm.num_shards, available) if near < far else Fraction(0)
     logging.getLogger("onefold").info(
         "fraction='auto' keeps %.0f%% on the device: there is room for %.1f GiB beside activations; updating a "
         "parameter takes %.3f ns there and %.3f ns on the host",
@@ -86,19 +86,19 @@ def room(units: Sequence[UnitStates], comm: Comm, device: torch.device, present:
     return int(free - allowance)
 
 
-def fitting(plan: Plan, units: Sequence[UnitStates], num_ranks: int, available: int) -> Fraction:
+def fitting(plan: Plan, units: Sequence[UnitStates], num_shards: int, available: int) -> Fraction:
     """The largest fraction whose states on the device take at most `available` bytes a rank; 0 if none does. It lies in
     the middle of the first unit that does not fit, so that no rounding changes which units do."""
     sizes = [unit.size.grads for unit in units]
     for count in range(len(units), -1, -1):
         rest = sizes[count] if count < len(units) else 0
         kept = Fraction(2 * sum(sizes[:count]) + rest, 2 * sum(sizes) or 1)
-        if on_device(plan.keeping(kept), units, num_ranks) <= available:
+        if on_device(plan.keeping(kept), units, num_shards) <= available:
             return kept
     return Fraction(0)
 
 
-def on_device(plan: Plan, units: Sequence[UnitStates], num_ranks: int) -> int:
+def on_device(plan: Plan, units: Sequence[UnitStates], num_shards: int) -> int:
     """Bytes of states that one rank has on the device, without padding."""
     held = 0
     for each, unit in zip(unit_plans(plan, [unit.size for unit in units]), units, strict=True):
@@ -108,7 +108,7 @@ def on_device(plan: Plan, units: Sequence[UnitStates], num_ranks: int) -> int:
             (each.optim, unit.optim),
         ):
             if placement.farthest == Tier.DEVICE:
-                held += -(-nbytes // (num_ranks if placement.partitioned else 1))
+                held += -(-nbytes // (num_shards if placement.partitioned else 1))
     return held
 
 

@@ -78,7 +78,7 @@ class Gate:
     """
 
     def __init__(self, runtime: Runtime, scale: Scale, dtype: torch.dtype | None) -> None:
-        self._runtime = runtime
+        self._hooks = BoundaryHooks(runtime, scale)
         self._scale = scale
         self._dtype = dtype
         self._left: list[tuple[Any, Any, Tensor, Tensor]] = []
@@ -119,7 +119,7 @@ class Gate:
             tensor = tensor.to(self._dtype)
         if self._scale.scale != 1 and tensor.requires_grad and torch.is_grad_enabled():
             tensor = tensor.view_as(tensor)
-            tensor.register_hook(lambda grad: grad / self._scale.scale)
+            tensor.register_hook(self._hooks.leave)
         return tensor
 
     def _let_out(self, tensor: Tensor) -> Tensor:
@@ -129,28 +129,45 @@ class Gate:
             tensor = tensor.view_as(tensor)
         if self._scale.scale != 1:
             tensor = tensor.view_as(tensor)
-            tensor.register_hook(self._enter_scaled)
+            tensor.register_hook(self._hooks.enter_scaled)
             tensor = tensor.view_as(tensor)  # whose own gradient, if the caller retains it, is not scaled yet
         else:
-            tensor.register_hook(self._enter)
+            tensor.register_hook(self._hooks.enter)
         return tensor
 
-    def _enter(self, grad: Tensor) -> None:
-        self._runtime.open_backward()
 
-    def _enter_scaled(self, grad: Tensor) -> Tensor:
+class BoundaryHooks:
+    """The hooks of tensors that enter and leave the whole model. See [Note: Who keeps a model alive]."""
+
+    __slots__ = ("_runtime", "_scale")
+
+    def __init__(self, runtime: Runtime, scale: Scale) -> None:
+        self._runtime = ref(runtime)
+        self._scale = scale
+
+    def enter(self, grad: Tensor) -> None:
+        self._open()
+
+    def enter_scaled(self, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise PrecisionError(
                 "create_graph=True cannot be combined with a loss scale: second derivatives would carry the scale "
                 'twice. Use Precision(params="bf16"), which needs no loss scale'
             )
-        self._runtime.open_backward(at_output=True)
+        self._open(at_output=True)
         return grad * self._scale.scale
+
+    def leave(self, grad: Tensor) -> Tensor:
+        return grad / self._scale.scale
+
+    def _open(self, at_output: bool = False) -> None:
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.open_backward(at_output)
 
 
 class GradientHooks:
-    """The hooks of one trained parameter. They hold weak references: Python cannot see that a cycle through a tensor's
-    hooks is one, so a model they held would never be freed."""
+    """The hooks of one trained parameter. See [Note: Who keeps a model alive]."""
 
     __slots__ = ("_index", "_reducer", "_runtime", "_slot", "_slots")
 
@@ -162,8 +179,11 @@ class GradientHooks:
         self._slot = slot
 
     def before(self, grad: Tensor) -> Tensor | None:
-        reducer, slots = self._reducer(), self._slots()
-        return None if reducer is None or slots is None else reducer.before(slots, self._slot, grad)
+        slots = self._slots()
+        if slots is None or slots.is_fresh:
+            return None
+        reducer = self._reducer()
+        return None if reducer is None else reducer.before(slots, self._slot, grad)
 
     def after(self, param: Tensor) -> None:
         runtime, reducer, slots = self._runtime(), self._reducer(), self._slots()
@@ -193,6 +213,20 @@ def register_state_dict_hooks(
     model._register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
     model.register_state_dict_pre_hook(before_save)
+
+
+def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a model returned, with gradients changed as they enter at its tensors: each once, whatever other output
+    depends on the same tensor."""
+
+    def outside(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(change)
+        return view
+
+    return map_tensors(output, outside)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

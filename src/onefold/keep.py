@@ -40,7 +40,7 @@ def bytes_to_keep(
         return choice
     if device.type != "cuda":
         return 0
-    available = max(room(units, comm, device, present) - on_device(plan, units, comm.num_ranks), 0)
+    available = max(room(units, comm, device, present) - on_device(plan, units, comm.num_shards), 0)
     logging.getLogger("onefold").info("keep_bytes='auto' has room for %.1f GiB of gathered units", available / 2**30)
     return available
 

@@ -23,7 +23,6 @@ from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.session import Session, session_of
-from onefold.streams import Ticket
 from onefold.tier import Host
 from onefold.unit import Flat, Unit
 from onefold.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate
@@ -216,8 +215,7 @@ class Optimizer(torch.optim.Optimizer):
         return [tensor for update in updates for tensor in update.held()]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's shards: it can be loaded by the same rank of the same number of ranks under the same
-        plan."""
+        """State of this rank's shards: it can be loaded where the same shard of as many is held under the same plan."""
         self._session.runtime.catch_up()
         return {
             "layout": self._session.fingerprint,
@@ -231,13 +229,13 @@ class Optimizer(torch.optim.Optimizer):
         """Take back what `state_dict` returned.
 
         Raises:
-            OptimizerError: it was saved by another rank, number of ranks, plan or model.
+            OptimizerError: it was saved of another shard, number of shards, plan or model.
         """
         if state_dict.get("layout") != self._session.fingerprint:
             raise OptimizerError(
                 f"this optimizer state was saved as {state_dict.get('layout')}, but this is "
-                f"{self._session.fingerprint}; a rank's own state loads only into the same rank, number of "
-                "ranks, plan and model"
+                f"{self._session.fingerprint}; a rank's own state loads only into the same shard, number of "
+                "shards, plan and model"
             )
         self._session.wait_for_readers()
         self._session.runtime.catch_up()
@@ -317,9 +315,7 @@ class Optimizer(torch.optim.Optimizer):
         squares = torch.zeros((), dtype=torch.float64, device=session.device)
         for update in self._updates:
             squares += update.squares(is_exact)
-        every = torch.zeros(session.comm.num_ranks, dtype=torch.float64, device=session.device)
-        Ticket(session.comm.all_gather(every, squares.reshape(1))).wait()
-        return float(every.sum().sqrt()) / self.loss_scale
+        return float(session.comm.total(squares).sqrt()) / self.loss_scale
 
     def _factors(self, norm: float) -> tuple[float, ...]:
         """What gradients are multiplied with, one after another: unscaling, then clipping as torch computes it."""

@@ -31,23 +31,9 @@ from onefold.labels import label
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
+from onefold.saved import SavedView, SavingHooks
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.unit import Flat, PartUnit, Unit, Use
-
-
-class SavedView:
-    """The address of a saved tensor inside a unit's flat buffer."""
-
-    __slots__ = ("flat", "offset", "shape", "strides", "unit", "use", "version")
-
-    def __init__(self, unit: Unit, flat: Flat, tensor: Tensor) -> None:
-        self.unit, self.flat, self.use, self.version = unit, flat, unit.use, flat.version
-        self.shape, self.strides, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.use.outstanding += 1
-
-    def __del__(self) -> None:
-        self.use.outstanding -= 1
-
 
 _TRIES, _PAUSE_S = 100, 0.0005
 
@@ -89,6 +75,7 @@ class Runtime:
         self.check_bound = Bound(model, units, self.describe).check
         self._entered: list[tuple[nn.Module, Unit, AbstractContextManager[Any]]] = []
         """Running forwards: module, unit, and the label a profiler shows."""
+        self._saving = SavingHooks(self)
         self._pushed: list[bool] = []
         self._backward_open = False
         self._is_recorded = False
@@ -239,7 +226,7 @@ class Runtime:
         self._pushed.append(bool(self._flats) and not active)
         if self._pushed[-1]:
             try:
-                torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+                torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
             except RuntimeError as error:
                 self._pushed.pop()
                 raise OnefoldError(
@@ -252,7 +239,7 @@ class Runtime:
         if self._pushed.pop():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def _pack(self, tensor: Tensor) -> "Tensor | SavedView":
+    def pack(self, tensor: Tensor) -> Tensor | SavedView:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return tensor
         found = self._flats.get(tensor.untyped_storage()._cdata)
@@ -260,7 +247,7 @@ class Runtime:
             return tensor.detach()  # a saved output would hold the node that holds it
         return SavedView(*found, tensor)
 
-    def _unpack(self, saved: "Tensor | SavedView") -> Tensor:
+    def unpack(self, saved: Tensor | SavedView) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if saved.version != saved.flat.version:

@@ -36,7 +36,7 @@ class Session:
     reducer: Reducer
     scaler: Scaler
     fingerprint: str
-    """Plan, ranks and geometry in one word: equal where rank-local state can be exchanged."""
+    """Plan, shard and geometry in one word: equal where rank-local state can be exchanged."""
     readers: list[Callable[[], None]] = field(default_factory=list)
     """Waits for those who read resting state beside the loop (a save under way)."""
     saves: list[Callable[[], None]] = field(default_factory=list)
@@ -79,6 +79,7 @@ class Session:
         """Come back when resting state may be changed."""
         while self.readers:
             self.readers.pop()()
+        self.comm.before_change()
 
     def attach(self, model: nn.Module) -> None:
         """Make the session findable from the model and from each of its parameters."""

@@ -9,25 +9,27 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from onefold.access import guard_state_dict
+from onefold.access import gathered, guard_state_dict
 from onefold.agree import check_agreement, together
 from onefold.build import Builder, Formats
-from onefold.comm import Comm, connect, default_device, start
+from onefold.comm import Comm, default_device, start
 from onefold.cores import update_cores
 from onefold.discover import UnitChoice, UnitSpec, discover, outside
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.fraction import FractionChoice, keep_some
+from onefold.gather import GatherChoice, check_gather, choose_gather
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
 from onefold.keep import KeepChoice, bytes_to_keep, check_choice, kept_units
 from onefold.meeting import Meeting
+from onefold.mesh import connect
 from onefold.meta import has_meta, materialize
 from onefold.mix import unit_plans
-from onefold.plan import NAMED_PLANS, Plan
+from onefold.plan import NAMED_PLANS, Plan, Tier
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
-from onefold.session import Session, is_sharded
+from onefold.session import Session, is_sharded, session_of
 from onefold.streams import lanes_for, poll_oldest, wait_for_oldest
 from onefold.tier import storehouses
 from onefold.unit import Unit
@@ -47,41 +49,41 @@ def shard(
     prefetch_bytes: int | None = None,
     keep_bytes: KeepChoice = None,
     fraction: FractionChoice = None,
+    gather: GatherChoice = "auto",
 ) -> Model:
     """Place a model's training state as `plan` says. Returns the same object; its loop stays plain PyTorch.
 
     Args:
         model: any module; on CPU, on a GPU, or built under `torch.device("meta")`. Rank 0's values become everyone's.
         plan: `ZERO_0` to `ZERO_3`, or a `Plan` of your own.
-        mesh: a one-axis DeviceMesh to shard over; None takes all ranks.
+        mesh: a DeviceMesh to shard over; of two axes ("replicate", "shard"), to keep replicas. None takes all ranks.
         units: what is gathered together - module classes, modules, or name patterns; None finds the repeated blocks.
         precision: number formats; None keeps the model's own dtypes.
         compile: compile the forward of every block (every unit but the root; a model that is one unit, as a whole), in
             one graph each: torch raises where it cannot. What has units inside is compiled in pieces between them.
-        prefetch_bytes: bytes of parameters gathered ahead of their use under a plan that partitions them; None means as
-            many as the largest unit has, 0 none.
-        keep_bytes: bytes of parameters that stay gathered between a forward and its backward under such a plan, in
-            whole units, the last ones first; "auto" means what the states leave of a GPU beside activations of a
-            quarter of its memory, and none on a CPU; None means none.
-        fraction: how much of what the plan keeps off the device to keep on it instead, in whole units, those that a
-            forward needs first: a number in [0, 1], or "auto" for as much as fits beside activations of a quarter of
-            the device's memory. `shard(model, OFFLOAD, fraction=0.5)` is `shard(model, OFFLOAD.keeping(0.5))`.
+        prefetch_bytes: bytes of parameters gathered ahead of their use; None means as many as the largest unit has.
+        keep_bytes: bytes of parameters that stay gathered between a forward and its backward, in whole units, the last
+            ones first; "auto" means what states leave of a GPU beside activations of a quarter of its memory.
+        fraction: how much of what the plan keeps off the device to keep on it, in whole units, those that a forward
+            needs first: in [0, 1], as `OFFLOAD.keeping(0.5)`, or "auto" for as much as fits beside such activations.
+        gather: "collective" (NCCL, gloo); "copy": ranks of one machine copy shards from memory that all of them see;
+            "auto" takes the faster of both on GPUs of one machine, and a collective elsewhere. Values are the same.
 
     Raises:
         ShardError: the model is already sharded, or holds a parameter that cannot be.
         PlanError, PrecisionError: `plan` or `precision` is not one, or places state where this version cannot.
     """
     precision = precision if precision is not None else Precision()
-    _check(model, plan, precision)
-    _check_options(mesh, prefetch_bytes, keep_bytes)
+    _check(model, plan, precision, mesh, prefetch_bytes, keep_bytes, gather)
     target, compiler = _uncompiled(model)
     start()
-    device = _device_of(target)
-    comm = connect(device, mesh)
+    comm = connect(device := _device_of(target), mesh)
     specs = together(comm, lambda: discover(target, units))
-    check_agreement(comm, target, specs, f"{plan}, fraction={fraction}, keep_bytes={keep_bytes}", precision)
+    choices = f"{plan}, fraction={fraction}, keep_bytes={keep_bytes}, gather={gather}"
+    check_agreement(comm, target, specs, choices, precision)
     formats, cores = Formats(target, precision), update_cores(comm)
     places = Places.choose(plan, fraction, keep_bytes, target, specs, formats, comm, device, len(cores))
+    comm = choose_gather(gather, comm, device) if places.has_shards_to_expose else comm
     session = _open_session(target, specs, places, formats, comm, device, prefetch_bytes, cores)
     _compile(target, specs, compile, compiler)
     _attach(model, target, specs, session)
@@ -97,6 +99,10 @@ class Places:
     """The single-tier plan of each unit."""
     kept: frozenset[int]
     """Units that stay gathered between a forward and its backward."""
+
+    @property
+    def has_shards_to_expose(self) -> bool:
+        return any(plan.params.partitioned and plan.optim.farthest == Tier.DEVICE for plan in self.of_units)
 
     @classmethod
     def choose(
@@ -119,7 +125,7 @@ class Places:
         return cls(
             plan=plan,
             of_units=unit_plans(plan, [each.size for each in states]),
-            kept=kept_units(keep, [formats.gathered_bytes(spec, comm.num_ranks) for spec in specs]),
+            kept=kept_units(keep, [formats.gathered_bytes(spec, comm.num_shards) for spec in specs]),
         )
 
 
@@ -165,7 +171,15 @@ def _open_session(
     )
 
 
-def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
+def _check(
+    model: nn.Module,
+    plan: Plan,
+    precision: Precision,
+    mesh: Any,
+    prefetch_bytes: int | None,
+    keep_bytes: KeepChoice,
+    gather: str,
+) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is one of {', '.join(name.upper() for name in NAMED_PLANS)} or a Plan, not {plan!r}")
     if not isinstance(precision, Precision):
@@ -180,16 +194,33 @@ def _check(model: nn.Module, plan: Plan, precision: Precision) -> None:
         raise ShardError("the model (or a part of it) is already sharded; call onefold.shard once, on the whole model")
     if next(model.parameters(), None) is None:
         raise ShardError(f"{type(model).__name__} has no parameters to shard")
+    _check_options(mesh, prefetch_bytes, keep_bytes, gather)
 
 
-def _check_options(mesh: Any, prefetch_bytes: int | None, keep_bytes: KeepChoice) -> None:
+def _check_options(mesh: Any, prefetch_bytes: int | None, keep_bytes: KeepChoice, gather: str) -> None:
     check_choice(keep_bytes)
+    check_gather(gather)
     if prefetch_bytes is not None and (not isinstance(prefetch_bytes, int) or prefetch_bytes < 0):
         raise ShardError(f"prefetch_bytes={prefetch_bytes!r}: give a number of bytes, 0 for none, or None")
     if mesh is not None and not (hasattr(mesh, "ndim") and hasattr(mesh, "mesh")):
-        raise ShardError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh of one axis, or None for all ranks")
+        raise ShardError(
+            f"mesh={mesh!r}: give a torch.distributed DeviceMesh of one or two axes, or None for all ranks"
+        )
     if torch.is_inference_mode_enabled():
         raise ShardError("onefold.shard inside torch.inference_mode makes tensors that can never be trained; leave it")
+
+
+def compile_units(model: nn.Module, compiler: Compiler) -> None:
+    """Let `compiler` compile the forward of every block of a sharded model, as `shard(compile=True)` has it done. Only
+    for models whose units were found, not given.
+
+    Raises:
+        OnefoldError: the model is not sharded.
+    """
+    session_of(model, "compiling")
+    with gathered(model):
+        specs = discover(model, None)
+    _compile(model, specs, False, compiler)
 
 
 def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
@@ -239,7 +270,7 @@ def _build(
 
 def _fingerprint(plan: Plan, comm: Comm, units: Sequence[Unit]) -> str:
     geometry = [(flat.names, flat.layout.numel, str(flat.weight.dtype)) for unit in units for flat in unit.flats]
-    return f"rank {comm.rank} of {comm.num_ranks}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
+    return f"shard {comm.shard} of {comm.num_shards}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
 
 
 def _attach(model: nn.Module, target: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:

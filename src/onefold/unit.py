@@ -359,6 +359,7 @@ class PartUnit(Unit):
         for flat in flats:
             flat.version += 1
         self._lanes.order_gather()
+        self._comm.changed()
         if self.is_gathered:  # a `gathered` context shows it
             self.finish_update()
             self._fill()

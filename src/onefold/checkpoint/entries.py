@@ -4,9 +4,10 @@ Names in a checkpoint: `model.NAME` (exact weights: the master where there is on
 `ema.NAME`, `buffer.NAME`, `extra.N`. Shapes are the user's; what rank, plan, tier or unit they came from does not show.
 
 [Note: Whose elements]
-Saving, every element is written by one rank: the one whose shard it lies in, whatever the plan keeps besides. Loading,
-a rank reads every element that it updates. Both are ranges of flattened parameters, so both are read off the layout.
-Where a plan keeps more, it comes from the other ranks as after an update.
+Saving, every element is written by one rank: one of those whose shard it lies in, whatever the plan keeps besides.
+Replicas of a shard write a part of it each. Loading, a rank reads every element that it updates. Both are ranges of
+flattened parameters, so both are read off the layout. Where a plan keeps more, it comes from the other ranks as after
+an update.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from onefold.buffer import Master, OwnMaster, exact_dtype
+from onefold.comm import Comm
 from onefold.ema import EMA
+from onefold.layout import Layout
 from onefold.naming import all_tensors
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
@@ -48,13 +51,20 @@ class Entry:
 
 
 def own_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:
-    """What this rank writes: its shard of everything."""
+    """What this rank writes: its shard of everything, or its part where replicas have the same."""
     for flat, entry, slot in _entries(session, optimizer, ema):
-        low, high = flat.layout.shard_range(session.comm.rank)
+        low, high = _written(flat.layout, session.comm)
         where = flat.layout.slots[slot]
         start, stop = max(entry.start, low - where.start), min(entry.stop, high - where.start)
         if start < stop:
             yield replace(entry, start=start, stop=stop)
+
+
+def _written(layout: Layout, comm: Comm) -> tuple[int, int]:
+    """The range of a flat buffer that this rank writes."""
+    first, last = (at * layout.shard_numel // comm.num_replicas for at in (comm.replica, comm.replica + 1))
+    low, _ = layout.shard_range(comm.shard)
+    return low + first, low + last
 
 
 def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[Entry]:

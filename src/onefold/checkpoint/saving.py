@@ -24,7 +24,8 @@ from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.plans import EntrySavePlanner
 from onefold.checkpoint.storage import Part, Writer, hold_together
-from onefold.comm import Conversation, LocalComm
+from onefold.comm import LocalComm
+from onefold.conversation import Conversation
 from onefold.errors import CheckpointError, OnefoldError
 from onefold.session import Session
 

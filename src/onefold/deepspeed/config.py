@@ -34,7 +34,7 @@ class Config(Section):
     train_batch_size: MaybePositive = honoured(None, "samples a step on all ranks; from the other two where not given")
     train_micro_batch_size_per_gpu: MaybePositive = honoured(None, "samples of one backward on one rank")
     gradient_accumulation_steps: MaybePositive = honoured(
-        None, "backward passes a step, all but the last in accumulate()"
+        None, "backward passes a step; gradients that rest whole are reduced by the last of them"
     )
     gradient_clipping: NonNegative = honoured(1.0, "max_grad_norm of the optimizer; 0 does not clip")
 
@@ -53,8 +53,8 @@ class Config(Section):
     gradient_allreduce_op: s.AllReduce = refused(
         "mean", "gradients are averaged over the ranks", "mean, with the loss times the number of ranks"
     )
-    managed_gradient_accumulation: Flag = refused(
-        True, "the engine counts micro-batches", "true, with set_gradient_accumulation_boundary where they vary"
+    managed_gradient_accumulation: Flag = honoured(
+        True, "false: every step() of the engine updates, however many backwards came before it"
     )
     compile: s.Compile | None = None
     activation_checkpointing: s.ActivationCheckpointing | None = None

@@ -140,6 +140,7 @@ class Translation:
             a step on all ranks.
         save_16bit: whether `save_16bit_model` writes whole weights under a plan that splits them.
         drop_last: of a data loader made from `training_data`.
+        managed: whether the engine counts the backwards of a step; else every `step()` updates.
     """
 
     plan: Plan
@@ -155,6 +156,7 @@ class Translation:
     compile: bool = False
     save_16bit: bool = False
     drop_last: bool = False
+    managed: bool = True
     shard_arguments: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:

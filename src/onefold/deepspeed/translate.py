@@ -117,6 +117,7 @@ def _translation(reading: Reading) -> Translation:
         compile=_compiles(reading),
         save_16bit=(config.zero_optimization or Zero()).stage3_gather_16bit_weights_on_model_save,
         drop_last=config.dataloader_drop_last,
+        managed=config.managed_gradient_accumulation,
     )
 
 

@@ -156,7 +156,7 @@ class Zero(Section):
     zero_quantized_gradients: Flag = refused(False, _QUANTIZED, "false, with communication_data_type bf16")
     zeropp_loco_param: MaybeFree = refused(None, _QUANTIZED, "leave it out")
     mics_shard_size: Integer = refused(
-        -1, "state is split over all data-parallel ranks, not over groups of them", "-1", (0,)
+        -1, "over which ranks state is split is said by shard's mesh", "-1, and a mesh of two axes for shard", (0,)
     )
     mics_hierarchical_params_gather: Flag = refused(False, "gathers have one level", "false")
     zenflow: MaybeFree = refused(

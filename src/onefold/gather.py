@@ -1,0 +1,86 @@
+"""Owns the choice of how shards are gathered: by collectives, or by copies between the ranks of one machine."""
+
+import platform
+import time
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from onefold.agree import together
+from onefold.comm import Comm
+from onefold.errors import ShardError
+from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
+from onefold.streams import lanes_for
+
+GatherChoice = Literal["auto", "collective", "copy"]
+
+_TRIAL_BYTES = 2**25
+"""Of each rank's shard: about a block of a 7B model over four ranks."""
+_TRIAL_SIDE = 8192
+_TRIALS = 8
+
+
+def check_gather(how: str) -> None:
+    """Raise ShardError unless `how` is a choice."""
+    if how not in get_args(GatherChoice):
+        raise ShardError(f"gather={how!r}: give one of {', '.join(map(repr, get_args(GatherChoice)))}")
+
+
+def choose_gather(how: GatherChoice, comm: Comm, device: torch.device) -> Comm:
+    """`comm`, or one over it whose gathers of shards on `device` are copies. All ranks call it and get the same.
+
+    Raises:
+        ShardError: copies were asked for, and the ranks do not see each other's memory.
+    """
+    is_tried = how == "auto" and device.type == "cuda"
+    if comm.peer_group is None or not (how == "copy" or is_tried):
+        return comm
+    try:
+        copying = PeerComm(comm, together(comm, partial(_pool, comm, device), did="sees no memory of the others"))
+        return copying if how == "copy" or _is_faster(copying, comm, device) else comm
+    except ShardError:
+        if how == "copy":
+            raise
+        return comm
+
+
+def _pool(comm: Comm, device: torch.device) -> Pool:
+    mine = (platform.node(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    everyone = comm.exchange_objects(mine)
+    machines = sorted({everyone[peer] for peer in comm.peers})
+    if len(machines) > 1:
+        raise ShardError(
+            f'gather="copy" needs ranks that gather from each other to be on one machine, and these are on '
+            f"{len(machines)} ({', '.join(name for name, _ in machines)}); leave gather out, or give a mesh whose "
+            "shard axis is one machine"
+        )
+    return SymmetricPool(comm.peer_group, device) if device.type == "cuda" else MappedPool(comm)
+
+
+def _is_faster(copying: Comm, collective: Comm, device: torch.device) -> bool:
+    """Whether matrix products beside gathers take less time if the gathers are `copying`, over all ranks."""
+    resting = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
+    mine = [_nanoseconds(comm, comm.expose(resting), device) for comm in (copying, collective)]
+    every = collective.exchange(mine)
+    return sum(copying for copying, _ in every) < sum(collected for _, collected in every)
+
+
+def _nanoseconds(comm: Comm, shard: torch.Tensor, device: torch.device) -> int:
+    lanes = lanes_for(device)
+    whole = torch.empty(comm.num_shards * shard.numel(), dtype=shard.dtype, device=device)
+    factor = torch.zeros(_TRIAL_SIDE, _TRIAL_SIDE, dtype=torch.bfloat16, device=device)
+    begun = 0
+    for trial in range(_TRIALS + 1):
+        if trial == 1:  # the one before it warmed up
+            torch.cuda.synchronize(device)
+            comm.exchange([0])
+            begun = time.perf_counter_ns()
+        lanes.order_gather()
+        gathered = lanes.gather.run(partial(comm.all_gather, whole, shard))
+        product = factor @ factor
+        gathered.wait()
+        del product
+    torch.cuda.synchronize(device)
+    return time.perf_counter_ns() - begun

@@ -1,0 +1,160 @@
+"""Owns gathers without messages: ranks of one machine copy each other's shards from memory that all of them see.
+
+On GPUs with peer access the copies are made by the copy engines and take no processors from the computation; on CPUs
+they save the way through sockets. The values are those of a collective, bit for bit.
+
+[Note: Who may read whose shard]
+A copy asks nobody, so two rules stand in for the meeting that a collective is. Before a rank changes shards it meets
+all others (`before_change`): whoever was reading them has read them. Before its first gather after that it meets them
+again: everybody has changed theirs. Between two changes gathers need no meeting at all. Only shards that are updated
+where they rest are exposed: an update beside the computation may be done on one rank and not on another.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.comm import Comm
+from onefold.over import OverComm
+from onefold.streams import Finish, Pending
+
+_CHUNK_BYTES = 2**24
+"""Small shards share an allocation of this size: each takes a driver's page, and a meeting to set up."""
+
+_PATIENCE_MS = 600_000
+"""A rank that waits so long for another on a GPU gives up, as NCCL does."""
+
+
+class Pool(Protocol):
+    """Memory that all ranks see that hold one shard each. They call it in the same order."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+        """This rank's tensor [numel], uninitialized, and everyone's, by shard."""
+        ...
+
+    def meet(self) -> Finish | None:
+        """Start waiting until every rank has come here, with all that it queued before on the current stream."""
+        ...
+
+
+class MappedPool:
+    """Memory of processes on one machine, mapped by all of them; it is gone when the last one lets go of it."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+        descriptor = os.memfd_create("onefold shard")
+        try:
+            os.ftruncate(descriptor, numel * dtype.itemsize)
+            paths = self._comm.exchange_objects(f"/proc/{os.getpid()}/fd/{descriptor}")
+            everyone = [torch.from_file(paths[peer], shared=True, size=numel, dtype=dtype) for peer in self._comm.peers]
+            self._comm.exchange([0])  # everybody has opened everybody's
+        finally:
+            os.close(descriptor)
+        return everyone[self._comm.shard], everyone
+
+    def meet(self) -> Finish | None:
+        token = torch.zeros(1, dtype=torch.uint8)
+        return self._comm.all_gather(torch.empty(self._comm.num_shards, dtype=torch.uint8), token)
+
+
+class SymmetricPool:
+    """Memory of the GPUs of one machine, each mapped by all of its ranks, as PyTorch's symmetric memory."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        # PyTorch's module for it is new and has no stable name yet.
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._memory = symmetric
+        self._group = group
+        self._device = device
+        self._num_ranks = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._handles: list[Any] = []  # memory of other ranks is mapped as long as these live
+        self._left: Sequence[Tensor] = self._open(256)
+        """What is left of the newest allocation, on every rank."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+        nbytes = -(-numel * dtype.itemsize // 256) * 256
+        if self._left[0].numel() < nbytes:
+            self._left = self._open(max(nbytes, _CHUNK_BYTES))
+        everyone = [part[: numel * dtype.itemsize].view(dtype) for part in self._left]
+        self._left = [part[nbytes:] for part in self._left]
+        return everyone[self._rank], everyone
+
+    def meet(self) -> Finish | None:
+        self._handles[0].barrier(timeout_ms=_PATIENCE_MS)
+        return None
+
+    def _open(self, nbytes: int) -> Sequence[Tensor]:
+        """New memory of every rank, by rank."""
+        own = self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        handle = self._memory.rendezvous(own, self._group)
+        self._handles.append(handle)
+        return [
+            own if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
+            for rank in range(self._num_ranks)
+        ]
+
+
+class PeerComm(OverComm[Comm]):
+    """Gathers exposed shards by copies; all else goes through another `Comm`. See [Note: Who may read whose shard]."""
+
+    def __init__(self, inner: Comm, pool: Pool) -> None:
+        super().__init__(inner)
+        self._pool = pool
+        self._shards: dict[int, Sequence[Tensor]] = {}
+        """Every rank's shard, by the address of this rank's."""
+        self._has_changed = False
+        """Whether shards changed since the ranks last met for a gather."""
+        self._met: Finish | None = None
+        """Waits for that meeting; None where the current stream is ordered after it."""
+
+    def expose(self, shard: Tensor) -> Tensor:
+        if not shard.numel():
+            return shard
+        own, everyone = self._pool.allocate(shard.numel(), shard.dtype)
+        own.copy_(shard)
+        self._shards[own.data_ptr()] = everyone
+        self.changed()
+        return own
+
+    def before_change(self) -> None:
+        finish = self._pool.meet()
+        if finish is not None:
+            finish()
+
+    def changed(self) -> None:
+        self._has_changed = True
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
+        everyone = self._shards.get(shard.data_ptr())
+        if everyone is None:
+            return super().all_gather(whole, shard)
+        if self._has_changed:
+            self._met, self._has_changed = self._pool.meet(), False
+        copy, met = partial(_copy, whole, everyone, self.shard), self._met
+        if met is None:
+            copy()
+            return None
+
+        def finish() -> None:
+            met()
+            copy()
+
+        return Pending(finish, met.is_done) if isinstance(met, Pending) else finish
+
+
+def _copy(whole: Tensor, everyone: Sequence[Tensor], own: int) -> None:
+    """Fill `whole` with everyone's shards. Each rank starts with the one after its `own`, so that no link has two
+    readers while another has none."""
+    parts = whole.chunk(len(everyone))
+    for place in range(1, len(everyone) + 1):
+        index = (own + place) % len(everyone)
+        parts[index].copy_(everyone[index])

@@ -1,0 +1,108 @@
+"""Promise: on GPUs of one machine, copies of shards are what NCCL's gathers give, bit for bit, and cost no more."""
+
+import random
+import statistics
+import time
+
+import pytest
+import torch
+
+import onefold
+from gpu_models import Tower, gpus
+from onefold.peers import PeerComm, SymmetricPool
+from onefold.session import session_of
+
+WIDTH, DEPTH, ROWS = 4096, 12, 4096
+MOST_GPUS = min(4, max(2, torch.cuda.device_count()))
+
+
+def trained(rank, num_ranks, gather, keep_bytes):
+    """The weights after steps with clipping, evaluation, averages and writing; and whether gathers were copies."""
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    model = onefold.shard(
+        Tower(256, 6).cuda(),
+        onefold.ZERO_3,
+        precision=onefold.Precision(params="bf16"),
+        gather=gather,
+        keep_bytes=keep_bytes,
+    )
+    optimizer = onefold.AdamW(model, lr=1e-2, max_grad_norm=0.1)
+    average = onefold.EMA(model, decay=0.5)
+    seen, draw = [], random.Random(rank)
+    for step in range(30):
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(100 * step + rank)).cuda()
+        torch.cuda._sleep(draw.randrange(10**7))  # ranks are late by up to 5 ms
+        model(x).float().square().mean().backward()
+        with torch.no_grad():
+            seen.append(model(x).float().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        if step % 5 == 4:
+            with average.applied(), torch.no_grad():
+                seen.append(model(x).float().cpu())
+            with onefold.gathered(model, write=True), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+    with onefold.gathered(model):
+        weights = [param.detach().float().cpu().clone() for param in model.parameters()]
+    return [*seen, *weights], isinstance(session_of(model, "the test").comm, PeerComm)
+
+
+@gpus(2)
+@pytest.mark.parametrize("keep_bytes", [None, 10**9], ids=["gathered twice", "kept"])
+def test_copies_give_what_nccl_gives(ranks, keep_bytes):
+    want = ranks(MOST_GPUS).run(trained, "collective", keep_bytes, timeout_s=180)
+    got = ranks(MOST_GPUS).run(trained, "copy", keep_bytes, timeout_s=180)
+    for (tensors, is_copied), (wanted, was_copied) in zip(got, want, strict=True):
+        assert is_copied
+        assert not was_copied
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, wanted, strict=True))
+
+
+def step_seconds(rank, num_ranks, gather):
+    torch.cuda.set_device(rank)
+    with torch.device("cuda", rank):
+        model = Tower(WIDTH, DEPTH).bfloat16()
+    model = onefold.shard(model, onefold.ZERO_3, precision=onefold.Precision(params="bf16"), gather=gather)
+    optimizer = onefold.AdamW(model, lr=1e-4)
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[4:]), isinstance(session_of(model, "the test").comm, PeerComm)
+
+
+@gpus(2)
+def test_the_choice_is_no_slower_than_either_way(ranks):
+    seconds = {}
+    for gather in ("collective", "copy", "auto"):
+        found = ranks(MOST_GPUS).run(step_seconds, gather, timeout_s=180)
+        seconds[gather] = max(each for each, _ in found)
+    chosen = "copy" if found[0][1] else "collective"
+    print(
+        f"{MOST_GPUS} GPUs, a step: " + ", ".join(f"{way} {s * 1e3:.1f} ms" for way, s in seconds.items()),
+        f"({chosen})",
+    )
+    assert seconds["auto"] < 1.03 * min(seconds["collective"], seconds["copy"])
+
+
+def resting(rank, num_ranks):
+    """Device bytes that a pool takes beyond what was asked of it."""
+    torch.cuda.set_device(rank)
+    model = onefold.shard(Tower(64, 2).cuda(), onefold.ZERO_3, gather="copy")
+    pool = session_of(model, "the test").comm._pool
+    assert isinstance(pool, SymmetricPool)
+    return pool.allocate(1000, torch.bfloat16)[0].shape
+
+
+@gpus(2)
+def test_a_pool_gives_what_was_asked_for(ranks):
+    assert ranks(2).run(resting, timeout_s=120) == [torch.Size([1000])] * 2

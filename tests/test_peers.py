@@ -1,0 +1,236 @@
+"""Promise: gathers by copies give the values of a collective, bit for bit, whoever is late; and send nothing."""
+
+import gc
+import platform
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import onefold
+from onefold.errors import ShardError
+from onefold.mesh import connect
+from onefold.over import CountingComm
+from onefold.peers import MappedPool, PeerComm
+from onefold.session import session_of
+from ranks import Stack, Turn, build, same, weights
+
+PLANS = {
+    "zero_3": (onefold.ZERO_3, {}),
+    "kept": (onefold.ZERO_3, {"keep_bytes": 10**6}),
+    "not ahead": (onefold.ZERO_3, {"prefetch_bytes": 0}),
+    "half on the host": (onefold.OFFLOAD_3.keeping(0.5), {}),
+    "replicas": (onefold.ZERO_3, {"mesh": (2, 2)}),
+}
+cases = pytest.mark.parametrize(
+    ("plan", "num_ranks", "params"),
+    [
+        ("zero_3", 2, "bf16"),
+        ("zero_3", 3, "fp32"),
+        ("kept", 2, "bf16"),
+        ("not ahead", 3, "fp32"),
+        ("half on the host", 2, "bf16"),
+        ("replicas", 4, "fp32"),
+    ],
+)
+
+
+class Witness:
+    """Sees every change of this rank's exposed shards, and whether it was made when nobody could be reading.
+
+    It listens to a `PeerComm`, and notices a change at the next call. `wrong` tells what was not allowed.
+    """
+
+    def __init__(self, comm):
+        self.wrong = []
+        self.num_changes = 0
+        self._shards = {own: everyone[comm.shard] for own, everyone in comm._shards.items()}
+        self._before = {own: shard.clone() for own, shard in self._shards.items()}
+        self._read = set(self._shards)  # since the ranks met
+        self._untold = set()
+        self._listen(comm, "before_change", self._meets)
+        self._listen(comm, "changed", self._told)
+        self._listen(comm, "all_gather", self._reads)
+
+    def _listen(self, comm, name, hear):
+        call = getattr(comm, name)
+
+        def wrapped(*arguments):
+            self._look()
+            hear(*arguments)
+            return call(*arguments)
+
+        setattr(comm, name, wrapped)
+
+    def _look(self):
+        for own, shard in self._shards.items():
+            if not torch.equal(shard, self._before[own]):
+                self.num_changes += 1
+                self._untold.add(own)
+                if own in self._read:
+                    self.wrong.append("a shard changed before the ranks met, though some may still be reading it")
+                self._before[own] = shard.clone()
+
+    def _meets(self):
+        self._read.clear()
+
+    def _told(self):
+        self._untold.clear()
+
+    def _reads(self, whole, shard):
+        self._read.add(shard.data_ptr())
+        if shard.data_ptr() in self._untold:
+            self.wrong.append("a shard changed, and nobody was told before it was read")
+
+
+def trained(rank, num_ranks, plan, gather, precision, steps, tmp_path):
+    """The weights after every way in which shards are changed and read, several times over."""
+    plan, options = PLANS[plan]
+    if "mesh" in options:
+        options = {"mesh": init_device_mesh("cpu", options["mesh"])}
+    model = onefold.shard(build(Stack), plan, precision=precision, gather=gather, **options)
+    optimizer = onefold.AdamW(model, lr=0.05, max_grad_norm=0.5)
+    average = onefold.EMA(model, decay=0.5)
+    comm = session_of(model, "the test").comm
+    witness = Witness(comm) if isinstance(comm, PeerComm) else None
+    seen = []
+    for step in range(steps):
+        turn = Turn(rank, step, sharded=True)
+        model(turn.randn(3, 4)).square().mean().backward()
+        if step % 2:
+            with torch.no_grad():  # gathers that no reduction follows
+                seen.append(model(turn.randn(3, 4)).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        if step % 3 == 2:
+            with onefold.gathered(model, write=True), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+        if step % 4 == 3:
+            with torch.no_grad():
+                seen.append(model(turn.randn(3, 4)).clone())
+            with average.applied(), torch.no_grad():
+                seen.append(model(turn.randn(3, 4)).clone())
+        if step % 5 == 4:
+            model.load_state_dict({name: value * 0.9 for name, value in weights(model).items()})
+            seen.append(model(turn.randn(3, 4)).detach().clone())
+    onefold.save(tmp_path / gather, model, optimizer)
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    onefold.load(tmp_path / gather, model, optimizer)
+    after = weights(model)
+    if witness is not None:
+        assert not witness.wrong, witness.wrong
+        assert witness.num_changes > steps, "the witness sees changes"
+    return after, seen
+
+
+def is_same(got, want):
+    for (after, seen), (wanted, wanted_seen) in zip(got, want, strict=True):
+        same(after, wanted, 0)
+        assert all(torch.equal(a, b) for a, b in zip(seen, wanted_seen, strict=True))
+
+
+@cases
+def test_copies_give_what_collectives_give(ranks, tmp_path, plan, num_ranks, params):
+    precision = onefold.Precision(params=params)
+    want = ranks(num_ranks).run(trained, plan, "collective", precision, 10, tmp_path)
+    is_same(ranks(num_ranks).run(trained, plan, "copy", precision, 10, tmp_path), want)
+
+
+def dawdle(generator):
+    """Now and then, long enough for the others to get ahead."""
+    if float(torch.rand((), generator=generator)) < 0.2:
+        time.sleep(0.01)
+
+
+def changed_and_read(rank, num_ranks):
+    """What this rank reads of all ranks, 100 times; ranks are late at random, and nothing but the copies joins them."""
+    comm = PeerComm(connect(torch.device("cpu")), MappedPool(connect(torch.device("cpu"))))
+    shards = [comm.expose(torch.zeros(16, dtype=torch.int64)) for _ in range(3)]
+    whole = torch.empty(16 * num_ranks, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(rank)
+    wrong = []
+    for turn in range(100):
+        comm.before_change()
+        for shard in shards:
+            dawdle(generator)
+            shard.fill_(turn * num_ranks + rank)
+        comm.changed()
+        for number in range(len(shards)):
+            finish = comm.all_gather(whole, shards[number])
+            dawdle(generator)
+            if finish is not None:
+                finish()
+            if whole.view(num_ranks, 16).T.tolist() != [[turn * num_ranks + each for each in range(num_ranks)]] * 16:
+                wrong.append((turn, number, whole.tolist()))
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_late_ranks_are_waited_for(ranks, num_ranks):
+    assert ranks(num_ranks).run(changed_and_read) == [[]] * num_ranks
+
+
+def sent(rank, num_ranks, gather):
+    model = onefold.shard(build(Stack), onefold.ZERO_3, gather=gather)
+    session = session_of(model, "the test")
+    comm = session.comm
+    counting = CountingComm(comm.inner if isinstance(comm, PeerComm) else comm)
+    if isinstance(comm, PeerComm):
+        comm.inner = counting
+    else:
+        for unit in session.runtime.units:
+            unit._comm = counting
+    for _ in range(3):
+        model(torch.ones(3, 4)).square().mean().backward()
+    return counting.gather_numel
+
+
+def test_copies_send_nothing(ranks):
+    assert ranks(2).run(sent, "copy") == [0, 0]
+    assert min(ranks(2).run(sent, "collective")) > 0, "the measure sees what collectives send"
+
+
+def mapped(rank, num_ranks):
+    model = onefold.shard(build(Stack), onefold.ZERO_3, gather="copy")
+    model(torch.ones(3, 4)).square().mean().backward()
+    during = Path("/proc/self/maps").read_text().count("onefold shard")
+    open_files = sum(
+        "onefold shard" in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
+    )
+    del model
+    gc.collect()
+    return during, open_files, Path("/proc/self/maps").read_text().count("onefold shard")
+
+
+def test_shared_memory_goes_with_the_model(ranks):
+    for during, open_files, after in ranks(2).run(mapped):
+        assert during > 0
+        assert open_files == 0
+        assert after == 0
+
+
+def on_two_machines(rank, num_ranks, gather):
+    name, platform.node = platform.node, lambda: f"machine-{rank}"
+    try:
+        onefold.shard(build(Stack), onefold.ZERO_3, gather=gather)
+    except ShardError as error:
+        return str(error)
+    finally:
+        platform.node = name
+    return None
+
+
+def test_copies_between_machines_are_refused(ranks):
+    for told in ranks(2).run(on_two_machines, "copy"):
+        assert "are on 2 (machine-0, machine-1)" in told
+    assert ranks(2).run(on_two_machines, "auto") == [None, None]
+
+
+def test_another_way_to_gather_is_refused():
+    with pytest.raises(ShardError, match="gather='nccl': give one of 'auto', 'collective', 'copy'"):
+        onefold.shard(build(Stack), onefold.ZERO_3, gather="nccl")
