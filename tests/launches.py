@@ -14,7 +14,7 @@ import psutil
 from onefold import ending
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-PATIENCE_S = 180.0
+PATIENCE_S = 240.0
 """Nothing takes as long; a launcher that hangs has to fail its test, not stop the suite."""
 
 

@@ -27,6 +27,7 @@ FLOORS = (
             "native",
             "streams",
             "buffer",
+            "conversation",
             "comm",
             "over",
             "mesh",
@@ -114,7 +115,7 @@ DOORS = (
     # The launcher starts torchrun, the report asks which backends there are: neither communicates.
     Door(
         names=("torch.distributed",),
-        modules=("comm", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report"),
+        modules=("comm", "conversation", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report"),
     ),
     Door(
         names=(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import deepspeed_runs
@@ -86,6 +87,24 @@ def test_weights_and_optimizer_state_are_taken_bit_for_bit(written, num_ranks, n
     assert wrong == []
 
 
+@needs_deepspeed
+@every_case
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_an_import_exports_what_deepspeed_trained(written, tmp_path, num_ranks, name, dtype):
+    saved, computed = written.truth(num_ranks, name)["saved"], DTYPES[precision_of(name)]
+    onefold.export(written.imported(num_ranks, name), tmp_path / "out", dtype=dtype)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    params = {**saved["weights"], **saved["frozen"]}
+    assert found.keys() == {*params, *saved["buffers"]}  # what is tied once, by its first name
+    chosen = torch.float32 if dtype else computed
+    assert [key for key, value in params.items() if not same(found[key], value.to(chosen))] == []
+    assert [key for key, value in saved["buffers"].items() if not same(found[key], value)] == []
+    model = onefold.shard(Net().to(chosen), onefold.ZERO_0)
+    assert onefold.load_pretrained(model, tmp_path / "out") == ([], [])
+    assert torch.equal(model.head.weight, found["embed.weight"])
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ELASTIC = "zero2-fp32-elastic"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launches import again, eventually, finish, launcher
+from launches import PATIENCE_S, again, eventually, finish, launcher
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/howto/launch.md"
 AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "--", "", "a\\b*"]
@@ -121,7 +121,7 @@ def test_a_signal_lets_ranks_save_within_the_grace_and_leaves_no_orphan(launch, 
     saves = "lambda *_: (open('saved', 'w'), sys.exit(0))"
     listen = f"signal.signal(signal.{number.name}, {saves} if rank == 0 else signal.SIG_IGN)\n"
     launch.write("stay.py", f"{FAMILY}{listen}open(f'listens-{{rank}}', 'w')\ntime.sleep(1000)\n")
-    process = launch.start("run", "--nproc", 2, "--grace", 1, "stay.py")
+    process = launch.start("run", "--nproc", 2, "--grace", 5, "stay.py")
     eventually(lambda: len(list(launch.folder.glob("listens-*"))) == 2)
     process.send_signal(number)
     done = finish(process)
@@ -203,5 +203,5 @@ def test_a_dry_run_prints_a_torchrun_command_that_works(launch):
     assert shown.returncode == 0, shown.stderr
     assert not (launch.folder / "told-0.json").exists()
     command = shown.stdout.replace("/tmp/onefold-run", str(launch.folder / "logs"))
-    subprocess.run(["sh", "-c", command], cwd=launch.folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["sh", "-c", command], cwd=launch.folder, check=True, capture_output=True, timeout=PATIENCE_S)
     assert told(launch, 1)["args"] == AWKWARD

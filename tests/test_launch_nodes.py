@@ -183,14 +183,24 @@ def test_a_machine_that_cannot_take_part_is_known_with_the_reason(ssh, path, rea
 def test_machines_meet_at_an_address_that_all_know_and_a_free_port(tmp_path):
     greeting = ["sh", "-c", 'echo Welcome; exec sh -c "$2"', "ssh"]
     hosts = {host: {"PYTHONPATH": str(SOURCE)} for host in ("127.0.0.1", "me@127.0.0.2")}
-    answers, reasons = reach.ask(greeting, hosts, tmp_path)
-    assert reasons == {}
-    assert {host: answer.address for host, answer in answers.items()} == {
-        "127.0.0.1": "127.0.0.1",
-        "me@127.0.0.2": "127.0.0.2",
-    }
-    for answer in answers.values():
-        local.check_port(answer.port)
+    for _ in range(5):  # another test may take the port meanwhile
+        answers, reasons = reach.ask(greeting, hosts, tmp_path)
+        assert reasons == {}
+        assert {host: answer.address for host, answer in answers.items()} == {
+            "127.0.0.1": "127.0.0.1",
+            "me@127.0.0.2": "127.0.0.2",
+        }
+        if all(is_free(answer.port) for answer in answers.values()):
+            return
+    pytest.fail("no port that was told is free")
+
+
+def is_free(port):
+    try:
+        local.check_port(port)
+    except LaunchError:
+        return False
+    return True
 
 
 def test_no_run_starts_without_a_machine_and_every_missing_one_is_named(launch, ssh):
