@@ -52,7 +52,7 @@ def close(found, wanted, within=1e-4):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "activations made again", "sgd", "evaluated"])
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "activations made again", "sgd", "a new head", "evaluated"])
 def test_the_trainer_computes_what_it_computes_with_deepspeed(results, kind):
     ours, theirs = (results(library, "levels")[kind] for library in ("onefold", "deepspeed"))
     assert ours.keys() == theirs.keys()
@@ -60,27 +60,30 @@ def test_the_trainer_computes_what_it_computes_with_deepspeed(results, kind):
         assert close(found, theirs[what]), what
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1", "offload2", "offload3"])
+@pytest.mark.parametrize("name", ["zero0", "zero1", "offload3"])
 def test_the_trainer_computes_the_same_wherever_state_rests(results, name):
     assert close(results("onefold", "plans")[name]["losses"], results("onefold", "levels")["zero3"]["losses"], 1e-5)
 
 
 def test_optimizer_and_schedule_of_the_configuration_are_used(results):
-    plans = results("onefold", "plans")
-    assert plans["own"]["rates"] == plans["own-offload"]["rates"] == [0.0, 0.02, 0.02, 0.01]
-    assert close(plans["own"]["losses"], plans["own-offload"]["losses"], 1e-5)
-    assert plans["own"]["losses"][2:] != results("onefold", "levels")["zero3"]["losses"][2:]
+    found, other = results("onefold", "plans")["own-offload"], results("onefold", "levels")["zero3"]
+    assert found["rates"] == [0.0, 0.02, 0.02, 0.01] != other["rates"]
+    assert found["losses"][:2] == pytest.approx(other["losses"][:2], abs=1e-5)
+    assert found["losses"][2] > other["losses"][2] + 0.1  # its first two steps are at rate 0
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(results, stage):
-    found = results("onefold", "resumed")[stage]
-    assert found["rest"]["losses"] == found["whole"]["losses"] == results("onefold", "levels")[f"zero{stage}"]["losses"]
+def test_where_whole_weights_are_not_asked_for_a_checkpoint_is_saved(results):
+    assert {"latest", "global_step4"} < set(results("onefold", "plans")["parts"])
+    assert not any(name.endswith(".safetensors") for name in results("onefold", "plans")["parts"])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_best_checkpoint_is_loaded_at_the_end_and_saved_whole(results, stage):
-    found = results("onefold", "resumed")[stage]
+def test_a_resumed_run_goes_on_under_another_level_as_if_it_had_not_stopped(results):
+    found = results("onefold", "resumed")
+    assert found["rest"]["losses"] == found["whole"]["losses"] == results("onefold", "levels")["zero2"]["losses"]
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end_and_saved_whole(results):
+    found = results("onefold", "resumed")
     assert found["whole"]["evaluated"] == found["best"] < found["rest"]["evaluated"]
     assert len(found["written"]) == len(found["weights"])
     assert all(torch.equal(value, found["weights"][name]) for name, value in found["written"].items())
