@@ -3,6 +3,9 @@
 That its numbers are DeepSpeed's is held by test_deepspeed_parity.py.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -162,6 +165,16 @@ def test_a_plain_backward_divides_once_whatever_else_the_model_returns(config):
         return weights(engine)
 
     same(trained(True), trained(False))
+
+
+def test_an_engine_whose_model_keeps_what_it_returned_is_freed_with_it():
+    run = start(deepspeed, settings(3, gradient_accumulation_steps=2), 0, 1)
+    run.engine.module.kept = run.loss(0)
+    run.engine.backward(run.engine.module.kept)
+    seen = [weakref.ref(each) for each in (run.engine, run.engine.module, run.engine.optimizer)]
+    del run
+    gc.collect()
+    assert [each() for each in seen] == [None, None, None]
 
 
 @pytest.mark.parametrize(("stage", "told"), [(1, "is forgotten"), (2, "stays")])

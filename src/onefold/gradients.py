@@ -12,6 +12,7 @@ both.
 """
 
 from collections.abc import Sequence
+from math import gcd
 from operator import itemgetter
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from onefold.plan import Tier
 from onefold.streams import Chain, Finish, Lanes, Ticket
 from onefold.tier import Storehouse
 
-_ROW_NUMEL = 4096
+_ROW_NUMEL, _SHORTEST_ROW = 4096, 512
 
 
 class Keep(Protocol):
@@ -354,9 +355,13 @@ def squares(values: Tensor) -> Tensor:
 
 
 def _squares_by_rows(values: Tensor) -> Tensor:
-    in_rows = values.numel() - values.numel() % _ROW_NUMEL
-    rows: Tensor = torch.linalg.vector_norm(values[:in_rows].view(-1, _ROW_NUMEL), dim=1, dtype=torch.float32)
-    return rows.double().square().sum() + exact_squares(values[in_rows:])
+    numel = values.numel()
+    row_numel = gcd(numel, _ROW_NUMEL)  # no remainder: each operation more is a launch more for every unit
+    row_numel = row_numel if row_numel >= _SHORTEST_ROW else _ROW_NUMEL
+    in_rows = numel - numel % row_numel
+    rows: Tensor = torch.linalg.vector_norm(values[:in_rows].view(-1, row_numel), dim=1, dtype=torch.float32)
+    total = rows.double().square().sum()
+    return total if in_rows == numel else total + exact_squares(values[in_rows:])
 
 
 def exact_squares(values: Tensor) -> Tensor:

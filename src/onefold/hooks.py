@@ -179,8 +179,11 @@ class GradientHooks:
         self._slot = slot
 
     def before(self, grad: Tensor) -> Tensor | None:
-        reducer, slots = self._reducer(), self._slots()
-        return None if reducer is None or slots is None else reducer.before(slots, self._slot, grad)
+        slots = self._slots()
+        if slots is None or slots.is_fresh:
+            return None
+        reducer = self._reducer()
+        return None if reducer is None else reducer.before(slots, self._slot, grad)
 
     def after(self, param: Tensor) -> None:
         runtime, reducer, slots = self._runtime(), self._reducer(), self._slots()

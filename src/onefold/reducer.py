@@ -45,6 +45,8 @@ class Slots:
         """Whole gradients that a `gathered` context shows in `.grad`: as good as the stand-in."""
         self.touched = [False] * len(flat.params)
         """Slots whose gradient lies in `gradients`."""
+        self.is_fresh = False
+        """Whether autograd may add to `.grad` as it likes: no gradient is kept, and none is scaled."""
 
     def expected(self) -> int:
         with metadata_only():
@@ -57,6 +59,7 @@ class Slots:
         for slot in self.arrived:
             grads[slot] = self.flat.params[slot].grad
         self.gradients.collect(grads)
+        self.is_fresh = False
         for slot in self.arrived:
             self.flat.params[slot].grad = self.stand_ins[slot]
             self.touched[slot] = True
@@ -74,18 +77,22 @@ class Slots:
                     self.gradients.clear(slot)
                     self.touched[slot] = False
 
-    def take_assigned(self) -> list[bool]:
-        """Count gradients that the user assigned by hand as arrived; returns which slots have a gradient."""
+    def survey(self) -> list[tuple[bool, bool, bool]]:
+        """Of each slot: whether it has a gradient, one that was reduced and stands, and one that was and is gone.
+        Gradients that the user assigned by hand count as arrived."""
         with metadata_only():
             grads = [param.grad for param in self.flat.params]
-        for slot, grad in enumerate(grads):
-            if grad is None or self.holds(slot):
+        found = []
+        for slot, (grad, was_touched) in enumerate(zip(grads, self.touched, strict=True)):
+            is_held = grad is not None and (grad is self.stand_ins[slot] or self.holds(slot))
+            found.append((grad is not None, was_touched and is_held, was_touched and not is_held))
+            if grad is None or is_held:
                 continue
-            if self.touched[slot]:
+            if was_touched:
                 self.gradients.clear(slot)
             self.flat.params[slot].grad = self.scaled(grad)
             self.arrived.add(slot)
-        return [grad is not None for grad in grads]
+        return found
 
     def scaled(self, grad: Tensor) -> Tensor:
         """A gradient that did not come out of a backward pass, as one that did: times the loss scale."""
@@ -136,7 +143,8 @@ class Reducer:
         self._is_order_agreed = False
         self.accumulating = 0
         """`accumulate` contexts that are open."""
-        self._expected: dict[int, int] = {}
+        self._missing: dict[int, int] = {}
+        """Gradients that each unit waits for in this backward."""
         self._closed: list[int] = []
         self._position = 0
         self._num_reduced = 0
@@ -157,7 +165,12 @@ class Reducer:
                 it for different reasons).
         """
         self.finish()
-        self._expected = {index: sum(slots.expected() for slots in group) for index, group in self.slots.items()}
+        self._missing = {
+            index: sum(slots.expected() - len(slots.arrived) for slots in group) for index, group in self.slots.items()
+        }
+        is_scaled = self._scale() != 1
+        for slots in self.all_slots():
+            slots.is_fresh = not is_scaled and not any(slots.touched)
         self._reset()
         self._has_met = has_met
 
@@ -185,11 +198,11 @@ class Reducer:
 
     def arrive(self, index: int, slots: Slots, slot: int) -> None:
         """Autograd accumulated into one parameter's `.grad`."""
+        is_first = slot not in slots.arrived
         slots.arrived.add(slot)
         self._has_arrivals = True
-        if index in self._closed:
-            return
-        if sum(len(group.arrived) for group in self.slots[index]) == self._expected[index]:
+        self._missing[index] -= is_first
+        if not self._missing[index] and index not in self._closed:
             self._close(index)
             self._advance()
 
@@ -234,18 +247,14 @@ class Reducer:
         """
         self.finish()  # first: what is under way may need the other ranks, and they come to the meeting
         keys: list[tuple[int, int, int]] = []
-        active: list[bool] = []
-        kept: list[bool] = []
-        cleared: list[bool] = []
-        for index in sorted(self.slots):
-            for position, slots in enumerate(self.slots[index]):
+        found: list[tuple[bool, bool, bool]] = []
+        for index, group in sorted(self.slots.items()):
+            for position, slots in enumerate(group):
                 keys += [(index, position, slot) for slot in range(len(slots.touched))]
-                holds = [touched and slots.holds(slot) for slot, touched in enumerate(slots.touched)]
-                kept += holds
-                cleared += [touched and not held for touched, held in zip(slots.touched, holds, strict=True)]
-                active += slots.take_assigned()
+                found += slots.survey()
                 if slots.arrived:
                     slots.collect()
+        active, kept, cleared = zip(*found, strict=True) if found else ((), (), ())
         pending = [any(slots.gradients.local is not None for slots in self.slots[index]) for index in self._order]
         counts, merged = self._meeting.exchange(
             "optimizer step (or gathered)",
@@ -260,7 +269,7 @@ class Reducer:
             if is_pending:
                 self._reduce(index)
         self.finish()
-        for slots in self.all_slots():
+        for slots in self.all_slots() if any(cleared) else ():
             slots.forget_cleared()
         return {key for key, is_active in zip(keys, merged, strict=False) if is_active}
 

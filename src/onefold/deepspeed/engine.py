@@ -51,6 +51,25 @@ class Setup:
     collate_fn: Callable[..., Any] | None = None
 
 
+class Division:
+    """By what gradients are divided. See [Note: What a backward is divided by] and [Note: Who keeps a model alive].
+
+    Attributes:
+        parts: micro-batches of a step.
+        num_running: calls of `engine.backward` that run, which divided the loss already.
+    """
+
+    __slots__ = ("num_running", "parts")
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self.num_running = 0
+
+    def enter(self, grad: Tensor) -> Tensor:
+        """The gradient of one of the engine's outputs, as it goes on into the model."""
+        return grad if self.num_running else grad / self.parts
+
+
 class DeepSpeedEngine(Saves):
     """What `initialize` returns: a sharded model with its optimizer and schedule, used as DeepSpeed's engine.
 
@@ -72,7 +91,7 @@ class DeepSpeedEngine(Saves):
         super().__init__()
         session = session_of(module, "an engine")
         self.module = module
-        self.translation, self.settings, self.config = setup.translation, setup.settings, dict(setup.config)
+        self._translation, self._settings, self.config = setup.translation, setup.settings, dict(setup.config)
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.client_optimizer, self.basic_optimizer = setup.client_optimizer, setup.client_optimizer or optimizer
         self.collate_fn = setup.collate_fn
@@ -81,11 +100,11 @@ class DeepSpeedEngine(Saves):
         self.global_rank, self.world_size, self.dp_world_size = session.comm.rank, *[session.comm.num_ranks] * 2
         self.mp_world_size, self.mpu = 1, None
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
-        self._micro_batch, self._accumulation = setup.translation.micro_batch, setup.translation.accumulation
+        self._micro_batch, self._division = setup.translation.micro_batch, Division(setup.translation.accumulation)
         self._train_batch = setup.translation.train_batch
         self._given_boundary: bool | None = None
-        self._num_backwards = self._depth = self._num_no_sync = 0
-        """Calls of `backward` since the last step; those that run; contexts of `no_sync` that are open."""
+        self._num_backwards = self._num_no_sync = 0
+        """Calls of `backward` since the last step, and contexts of `no_sync` that are open."""
         self._told: set[str] = set()
         self.is_compiled = setup.translation.compile
         self._was_applied = False
@@ -95,16 +114,12 @@ class DeepSpeedEngine(Saves):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        dtype = self.translation.autocast
+        dtype = self._translation.autocast
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             output = self.module(*args, **kwargs)
-        if self._accumulation == 1 or not torch.is_grad_enabled():
+        if self._division.parts == 1 or not torch.is_grad_enabled():
             return output
-        return change_entering(output, self._divided)
-
-    def _divided(self, grad: Tensor) -> Tensor:
-        """See [Note: What a backward is divided by]."""
-        return grad if self._depth else grad / self._accumulation
+        return change_entering(output, self._division.enter)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add up gradients of `loss`, divided by the number of micro-batches of a step, on the way to the next `step`.
@@ -124,14 +139,14 @@ class DeepSpeedEngine(Saves):
                 f"engine.backward takes a loss, a tensor of one number with a gradient, not {_shown(loss)}; for other "
                 "gradients call backward of the outputs, as torch has it"
             )
-        divided = loss / self._accumulation if scale_wrt_gas else loss
+        divided = loss / self._division.parts if scale_wrt_gas else loss
         self._num_backwards += 1
-        self._depth += 1
+        self._division.num_running += 1
         try:
             with self._collecting():
                 divided.backward(retain_graph=retain_graph)
         finally:
-            self._depth -= 1
+            self._division.num_running -= 1
         return divided
 
     def _collecting(self) -> AbstractContextManager[None]:
@@ -166,8 +181,8 @@ class DeepSpeedEngine(Saves):
         self._grad_norm, self._was_applied = optimizer.grad_norm, not optimizer.skipped
         optimizer.zero_grad()
         self.global_steps += 1
-        num_backwards = self._accumulation if self.managed_gradient_accumulation() else self._num_backwards
-        self.global_samples += self._train_batch // self._accumulation * num_backwards
+        num_backwards = self._division.parts if self.managed_gradient_accumulation() else self._num_backwards
+        self.global_samples += self._train_batch // self._division.parts * num_backwards
         self._num_backwards = 0
         if optimizer.skipped:
             self.skipped_steps += 1
@@ -178,10 +193,10 @@ class DeepSpeedEngine(Saves):
         """Forget the gradients that were added up so far; `step` does so by itself. In the middle of a step of several
         micro-batches, under ZeRO 2 and 3, they stay, as with DeepSpeed."""
         is_kept = False
-        if self._num_backwards and self._accumulation > 1:
+        if self._num_backwards and self._division.parts > 1:
             is_kept = self.zero_optimization_partition_gradients()
             self._tell_once(
-                f"zero_grad() in the middle of a step of {self._accumulation} micro-batches: what the first "
+                f"zero_grad() in the middle of a step of {self._division.parts} micro-batches: what the first "
                 f"{self._num_backwards} added up {'stays' if is_kept else 'is forgotten'}, as with DeepSpeed at stage "
                 f"{self.zero_optimization_stage()}. engine.step() clears gradients by itself"
             )
@@ -213,7 +228,7 @@ class DeepSpeedEngine(Saves):
         """Whether this micro-batch is the last of its step; never where only `step()` tells."""
         if self._given_boundary is not None:
             return self._given_boundary
-        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % self._accumulation == 0
+        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % self._division.parts == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From here on, say whether this micro-batch is the last of its step, instead of counting.
@@ -248,7 +263,7 @@ class DeepSpeedEngine(Saves):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a step."""
-        return self._accumulation
+        return self._division.parts
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Make steps of another size, by the number of their micro-batches.
@@ -262,12 +277,12 @@ class DeepSpeedEngine(Saves):
                 f"a step of {train_batch_size} samples is no multiple of {at_once}: micro-batches of "
                 f"{self._micro_batch} on {self.dp_world_size} ranks"
             )
-        self._train_batch, self._accumulation = train_batch_size, train_batch_size // at_once
+        self._train_batch, self._division.parts = train_batch_size, train_batch_size // at_once
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Make micro-batches of another size; their number stays."""
         self._micro_batch = micro_batch_size
-        self._train_batch = micro_batch_size * self._accumulation * self.dp_world_size
+        self._train_batch = micro_batch_size * self._division.parts * self.dp_world_size
 
     def deepspeed_io(
         self,
@@ -285,7 +300,7 @@ class DeepSpeedEngine(Saves):
             batch_size=self._micro_batch if batch_size is None else batch_size,
             rank=self.global_rank,
             num_ranks=self.dp_world_size,
-            drop_last=self.translation.drop_last,
+            drop_last=self._translation.drop_last,
             is_trained_on=route == _TRAIN,
             pin_memory=pin_memory,
             sampler=data_sampler,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import default_device, start
+from onefold.comm import all_ranks, start
 from onefold.deepspeed.client import brought, scheduler_of
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
@@ -21,7 +21,6 @@ from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import walk
 from onefold.deepspeed.world import init_distributed, is_launched, local_rank
 from onefold.errors import ConfigError
-from onefold.mesh import connect
 from onefold.optimizer import Optimizer
 from onefold.shard import shard
 
@@ -101,7 +100,7 @@ def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
     if is_launched():
         init_distributed(dist_init_required=dist_init_required)
     start()
-    return Given(num_ranks=connect(default_device()).num_ranks).with_model(module)
+    return Given(num_ranks=len(all_ranks() or (0,))).with_model(module)
 
 
 def _module(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:

@@ -1,0 +1,54 @@
+"""Promise: DeepSpeed's engine trains on GPUs as it does on the CPU, at every stage."""
+
+import pytest
+import torch
+
+from deepspeed_loops import CPU, STEPS, TWO, WARM, Net, Run, settings
+from deepspeed_steps import engine_of
+from gpu_models import gpus
+
+CONFIGS = {
+    **{f"zero{stage}": settings(stage, **TWO, **WARM) for stage in range(4)},
+    "zero2-offload": settings(2, CPU),
+    "zero3-offload": settings(3, CPU, gradient_clipping=0.05),
+    "zero3-bf16": settings(3, bf16={"enabled": True}),
+    "zero2-fp16": settings(2, fp16={"enabled": True, "initial_scale_power": 8}),
+    "zero1-autocast": settings(1, torch_autocast={"enabled": True}),
+}
+BOUNDS = {"bf16": 5e-2, "fp16": 5e-3, "autocast": 5e-2}
+"""Of 16-bit losses, beside the CPU's of the same configuration; fp32's is 1e-3."""
+
+
+def losses(rank, num_ranks, config, device):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    engine = engine_of(config, Net().to(device))
+    assert engine.device.type == device
+    run, found = Run(engine, rank, num_ranks), []
+    for micro_step in range(STEPS * engine.gradient_accumulation_steps()):
+        loss = engine(*(part.to(engine.device) for part in run.batch(micro_step)))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def agree(ranks, num_ranks, name):
+    bound = next((bound for word, bound in BOUNDS.items() if word in name), 1e-3)
+    want = ranks(num_ranks).run(losses, CONFIGS[name], "cpu", timeout_s=120)[0]
+    got = ranks(num_ranks).run(losses, CONFIGS[name], "cuda", timeout_s=120)[0]
+    assert got == pytest.approx(want, rel=bound, abs=bound)
+
+
+@gpus(1)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_gpu_agrees_with_the_cpu(ranks, name):
+    agree(ranks, 1, name)
+
+
+@gpus(2)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_gpus_agree_with_two_cpus(ranks, name):
+    agree(ranks, 2, name)
