@@ -76,7 +76,8 @@ FLOORS = (
             "pretrained",
         ),
     ),
-    ("launch", ("affinity", "start_rank", "failure", "launch", "hostfile", "variables", "nodes", "schedulers")),
+    ("launch", ("affinity", "interfaces", "start_rank", "failure", "ending", "launch")),
+    ("machines", ("hostfile", "variables", "answer", "reach", "nodes", "attempts", "schedulers")),
     (
         "tools",
         (
@@ -129,8 +130,8 @@ DOORS = (
     ),
     # A rank asks the kernel to end it with its launcher; it cannot import native.py for that.
     Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace", "start_rank")),
-    # What starts processes: the launcher, and the harness that tests run ranks with.
-    Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "testing")),
+    # What starts processes: the launcher, a rank's first moment, and the harness that tests run ranks with.
+    Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "start_rank", "testing")),
 )
 
 # The table may name a stage, and so may the facade that speaks DeepSpeed's language. The harness may count its ranks.
