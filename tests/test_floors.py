@@ -63,6 +63,7 @@ FLOORS = (
             "discover",
             "agree",
             "meta",
+            "nursery",
             "fraction",
             "keep",
             "gather",
@@ -112,10 +113,14 @@ class Door:
 
 
 DOORS = (
-    # The launcher starts torchrun, the report asks which backends there are: neither communicates.
+    # The launcher starts torchrun, the report asks which backends there are: neither communicates. The facade hands
+    # torch.distributed on to scripts that know it by DeepSpeed's name.
     Door(
         names=("torch.distributed",),
-        modules=("comm", "conversation", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report"),
+        modules=(
+            *("comm", "conversation", "peers", "tensor", "shard", "testing", "checkpoint"),
+            *("launch", "report", "deepspeed"),
+        ),
     ),
     Door(
         names=(

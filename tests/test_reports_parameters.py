@@ -318,3 +318,38 @@ STRIDES = {
 @pytest.mark.parametrize("strides", STRIDES)
 def test_parameters_of_any_strides(ranks, strides, plan, num_ranks):
     ranks(num_ranks).run(train, Case(model=STRIDES[strides], work=squared), plan)
+
+
+# --- parameters of a class of their own
+
+
+class Marked(nn.Parameter):
+    """What scripts and libraries make to tell parameters apart."""
+
+    @property
+    def mark(self):
+        return "marked"
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(4, 4, batch_first=True) for _ in range(2))
+        self.out = nn.Linear(4, 4)
+        for param in self.parameters():
+            param.__class__ = Marked
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)[0]
+        assert self.out.weight.mark == "marked"
+        return self.out(x).pow(2).mean()
+
+
+def in_sequences(model, turn):
+    model(turn.randn(2, 3, 4)).backward()
+
+
+@every_plan
+def test_parameters_of_a_class_of_their_own(ranks, plan):
+    ranks(2).run(train, Case(model=Recurrent, work=in_sequences), plan)

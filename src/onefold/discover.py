@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from onefold.errors import ShardError
+from onefold.released import ReleasedParameter
 
 LARGE_NUMEL = 2**20
 """Below this a module is not worth a gather of its own."""
@@ -200,7 +201,7 @@ def _check_apart(model: nn.Module) -> None:
     places = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
         for name, param in model.named_parameters()
-        if not param.is_meta and param.numel() and _is_dense(param)
+        if not (param.is_meta or isinstance(param, ReleasedParameter)) and param.numel() and _is_dense(param)
     )
     for (_, end, other), (start, _, name) in pairwise(places):
         if start < end:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from threading import Event
 from typing import Any
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -78,6 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups(model, session, no_decay, param_groups)
         super().__init__(groups, dict(rule.defaults()))
         self._updates = self._build_updates()
+        session.optimizer = ref(self)
         self._work = self._arrange()
         self._delay_after = self._allow_delay(delay_after) if delayed else None
         self.num_updates = 0

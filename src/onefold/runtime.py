@@ -240,7 +240,7 @@ class Runtime:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if not _is_plain(tensor) or tensor.layout != torch.strided:
             return tensor
         found = self._flats.get(tensor.untyped_storage()._cdata)
         if found is None or found[1].buffer.whole.dtype != tensor.dtype:
@@ -375,3 +375,11 @@ class Runtime:
         unit.release()
         if not unit.try_free():
             self._unfreed.append(unit)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its storage and strides: torch's own, or a parameter whose class adds no
+    behaviour to operations."""
+    cls: Any = type(tensor)
+    is_param = issubclass(cls, nn.Parameter) and cls.__torch_function__ is nn.Parameter.__torch_function__
+    return cls is Tensor or is_param

@@ -43,6 +43,8 @@ class Session:
     """Waits for the saves under way."""
     exchanged: list[object] = field(default_factory=list)
     """Averages that are in the place of the weights now."""
+    optimizer: Callable[[], Any] = lambda: None
+    """The optimizer made last for this model; None before there is one, and once it is gone."""
     room: Tensor | None = None
     """Host memory for what a save copies, kept for the next one."""
 
@@ -88,10 +90,17 @@ class Session:
             unit.adopt(self)
 
 
+def owner_session(param: nn.Parameter) -> Session | None:
+    """The session of a parameter of a sharded model; None of others."""
+    found = getattr(param, "_onefold_owner", lambda: None)()
+    return found if isinstance(found, Session) else None
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether `onefold.shard` already took this model, or a part of it."""
+    owners = [getattr(param, "_onefold_owner", None) for param in model.parameters()]
     return any(_ATTRIBUTE in vars(module) for module in model.modules()) or any(
-        hasattr(param, "_onefold_owner") for param in model.parameters()
+        owner is not None and isinstance(owner(), Session | None) for owner in owners
     )
 
 

@@ -25,6 +25,7 @@ from onefold.meeting import Meeting
 from onefold.mesh import connect
 from onefold.meta import has_meta, materialize
 from onefold.mix import unit_plans
+from onefold.nursery import wake
 from onefold.plan import NAMED_PLANS, Plan, Tier
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
@@ -258,6 +259,7 @@ def _build(
     for index, (spec, plan) in enumerate(zip(specs, places.of_units, strict=True)):
         if is_meta:
             together(comm, partial(materialize, model, spec, specs, device, seed))
+        wake(param for _, param in spec.params)
         units.append(builder.build(spec, index, plan, index in places.kept))
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)

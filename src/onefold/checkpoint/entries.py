@@ -72,6 +72,15 @@ def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None)
     return (entry for _, entry, _ in _entries(session, optimizer, ema))
 
 
+def param_entries(flat: Flat, slot: int, optimizer: Optimizer | None) -> Iterator[Entry]:
+    """What this rank keeps of one parameter: its exact weights, and its optimizer state."""
+    updates = () if optimizer is None else optimizer.updates
+    yield from (entry for place, entry in _weights(flat) if place == slot)
+    for update in updates:
+        if update.flat is flat:
+            yield from (entry for place, entry in _states(update) if place == slot)
+
+
 def buffer_entries(buffers: Mapping[str, Tensor]) -> Iterator[Entry]:
     """Buffers by name: whole, and the same on every rank."""
     return (whole_entry(f"buffer.{name}", buffer) for name, buffer in buffers.items() if buffer.numel())

@@ -154,6 +154,9 @@ def _of_client(model: nn.Module, client: torch.optim.Optimizer) -> Brought:
 
 def _recipe(client: torch.optim.Optimizer) -> tuple[OptimizerSpec, type[torch.optim.Optimizer] | None]:
     """The optimizer that does what `client` does, and the class to run where Onefold has no rule of its own for it."""
+    own = getattr(client, "spec", None)
+    if isinstance(own, OptimizerSpec):  # one of onefold.deepspeed.ops
+        return own, None
     cls, defaults = type(client), dict(client.defaults)
     if isinstance(client, UncorrectedAdam):
         return OptimizerSpec("UncorrectedAdam", defaults | {"decoupled": client.decoupled}), UncorrectedAdam

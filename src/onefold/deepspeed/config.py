@@ -18,7 +18,7 @@ from onefold.deepspeed.values import (
     Positive,
     real,
 )
-from onefold.deepspeed.zero import Aio, Zero
+from onefold.deepspeed.zero_section import Aio, Zero
 
 _LOG = "prints only; nothing that is computed depends on it"
 _SAME_MEAN = "the mean over the ranks is the same"

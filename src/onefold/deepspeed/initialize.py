@@ -13,6 +13,7 @@ from onefold.deepspeed.client import brought, scheduler_of
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
 from onefold.deepspeed.loader import DeepSpeedDataLoader
+from onefold.deepspeed.marks import mark
 from onefold.deepspeed.source import Source, read
 from onefold.deepspeed.spec import Translation
 from onefold.deepspeed.translate import examine, translate
@@ -68,7 +69,7 @@ def initialize(
     translation = _translated(source, given)
     what = brought(module, optimizer, model_parameters, translation)
     setup = Setup(translation, walk(source, given).config, source.values, local_rank(), what.client, collate_fn)
-    sharded = shard(module, **translation.shard_arguments)
+    sharded = _sharded(module, translation)
     built = what.build(sharded, translation.max_grad_norm)
     engine = DeepSpeedEngine(sharded, built, scheduler_of(lr_scheduler, built, what, translation), setup)
     if hasattr(args, "local_rank"):
@@ -85,6 +86,13 @@ def _translated(source: Source, given: Given) -> Translation:
         if verdict.word == "adapted":
             _log.info("%s: %s = %s: %s", source.name, verdict.path, said(verdict.value), verdict.text)
     return translation
+
+
+def _sharded(module: nn.Module, translation: Translation) -> nn.Module:
+    if translation.plan.params.partitioned:
+        for number, param in enumerate(module.parameters()):
+            mark(param, number)
+    return shard(module, **translation.shard_arguments)
 
 
 def _given(module: nn.Module, dist_init_required: bool | None) -> Given:

@@ -5,7 +5,7 @@ from fractions import Fraction
 import torch
 
 from onefold.deepspeed.walk import Reading
-from onefold.deepspeed.zero import OffloadOptimizer, OffloadParam, Zero
+from onefold.deepspeed.zero_section import OffloadOptimizer, OffloadParam, Zero
 from onefold.dtypes import Precision
 from onefold.plan import NAMED_PLANS, Placement, Plan, Tier
 

@@ -18,7 +18,7 @@ from onefold.deepspeed.source import Source, read
 from onefold.deepspeed.spec import Translation
 from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import Key, Problem, Reading, walk
-from onefold.deepspeed.zero import Zero
+from onefold.deepspeed.zero_section import Zero
 from onefold.errors import ConfigError
 
 VerdictWord = Literal["honoured", "adapted", "ignored", "refused", "open"]

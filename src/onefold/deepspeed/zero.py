@@ -1,166 +1,231 @@
-"""Owns the keys of `zero_optimization`, and of the files that offloading to disk goes through (`aio`)."""
+"""Owns DeepSpeed's module `zero`: building models in parts, and reading and writing parameters that rest in parts.
 
-from typing import Annotated, ClassVar
+Invariant: a parameter means the same under every plan: what is written inside `GatheredParameters` with a modifier rank
+is what every rank, shard and exact weight holds afterwards.
+"""
 
-from onefold.deepspeed.fates import Section, adapted, honoured, ignored, refused
-from onefold.deepspeed.values import (
-    Count,
-    Flag,
-    Integer,
-    MaybeFlag,
-    MaybeFree,
-    MaybeText,
-    Positive,
-    Share,
-    Texts,
-    one_of,
-    whole,
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.access import gathered
+from onefold.deepspeed import comm
+from onefold.deepspeed.marks import ZeroParamStatus, mark
+from onefold.deepspeed.refused import refused
+from onefold.deepspeed.source import read
+from onefold.deepspeed.values import said
+from onefold.errors import ConfigError, OnefoldError
+from onefold.nursery import Asleep, Nursery, nursery_of
+from onefold.session import Session, owner_session
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+_HOST = ("cpu", "nvme")
+_WAY_OUT = (
+    "It was made under zero.Init: read or write it inside `with zero.GatheredParameters(params, modifier_rank=0):`, "
+    "which every rank enters"
 )
 
-Device = Annotated[str, one_of("none", "cpu", "nvme")]
-
-_UNITS = "a unit (a transformer block) is gathered and reduced as one buffer; there are no buckets"
-_ORDER = "the order of units is recorded in the first step and replayed; they are gathered ahead up to the prefetch"
-_DISK_ONLY = "concerns the disk tier only"
-_QUANTIZED = "values are sent as they are, never quantized"
+TiledLinear = refused("zero.TiledLinear", "no module is cut into tiles", "torch.nn.Linear under stage 3")
+TiledLinearReturnBias = refused(
+    "zero.TiledLinearReturnBias", "no module is cut into tiles", "torch.nn.Linear under stage 3"
+)
 
 
-class Aio(Section):
-    """How files are read and written."""
+class Init:
+    """A context under which models are made without any rank holding one whole.
 
-    aliases: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
-    default_on_auto: ClassVar[bool] = True
+    The parameters of a module fall asleep when it is put into another: rank 0's values, each rank keeping a part. What
+    constructors still do with them then, they do on the whole value. `initialize` (or `onefold.shard`) wakes them, one
+    unit at a time. All ranks make the same modules in the same order.
 
-    block_size: Positive = ignored(1048576, _DISK_ONLY)
-    queue_depth: Positive = ignored(8, _DISK_ONLY)
-    intra_op_parallelism: Positive = ignored(1, _DISK_ONLY)
-    single_submit: Flag = ignored(False, _DISK_ONLY)
-    overlap_events: Flag = ignored(True, _DISK_ONLY)
-    use_gds: Flag = ignored(False, _DISK_ONLY)
+    Args:
+        module: one that is made already: its parameters fall asleep at once.
+        remote_device: "cpu" or "nvme" keeps the parts in host memory; None, where the parameters are.
+        config_dict_or_path, config: a DeepSpeed configuration, for the dtype and the remote device.
+        enabled: False does nothing.
+        dtype: of floating-point parameters; None takes it from the configuration, or leaves theirs.
+        mem_efficient_linear, pin_memory: taken, and of no effect.
+
+    Raises:
+        ConfigError: a group of ranks of its own, quantized weights, or a device that is none of these.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: "Mapping[str, Any] | str | None" = None,
+        config: "Mapping[str, Any] | str | None" = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
+        if mpu is not None or any(group not in (None, comm.world_group()) for group in groups):
+            raise ConfigError("zero.Init splits parameters over all ranks; leave mpu and the groups out")
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ConfigError("zero.Init never quantizes weights; leave zero_quantized_weights out, and use bf16")
+        self._contexts = ExitStack()
+        self._nursery: Nursery | None = None
+        if not enabled:
+            return
+        written = config_dict_or_path if config_dict_or_path is not None else config
+        settings: Mapping[str, Any] = {} if written is None else read(written).values
+        place = remote_device if remote_device is not None else _remote_device(settings)
+        if place not in (None, "none", *_HOST) and not str(place).startswith("cuda"):
+            raise ConfigError(f"remote_device={place!r}: expected cpu, nvme, or None")
+        comm.init_distributed()
+        self._nursery = Nursery(
+            _WAY_OUT,
+            dtype=dtype if dtype is not None else _dtype(settings),
+            rest=torch.device("cpu") if place in _HOST else None,
+            greet=partial(self._mark, count()),
+        )
+        if module is not None:
+            self._nursery.take(module)
+
+    @staticmethod
+    def _mark(numbers: Iterator[int], param: nn.Parameter) -> None:
+        mark(param, next(numbers))
+
+    def __enter__(self) -> None:
+        if self._nursery is not None:
+            self._contexts.enter_context(self._nursery.open())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._contexts.__exit__(*exception)
 
 
-class OffloadParam(Section):
-    """Where parameters rest."""
-
-    default_on_auto: ClassVar[bool] = True
-
-    device: Device = honoured("none", "the plan: where parameters rest; DeepSpeed reads it at stage 3 only")
-    nvme_path: MaybeText = ignored(None, _DISK_ONLY)
-    buffer_count: Count = ignored(5, _DISK_ONLY)
-    buffer_size: Count = ignored(100_000_000, _DISK_ONLY)
-    max_in_cpu: Count = ignored(1_000_000_000, _DISK_ONLY)
-    pin_memory: Flag = ignored(True, "host memory is locked wherever a device copies from it")
+def _section(settings: Mapping[str, Any], *path: str) -> Any:
+    found: Any = settings
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
-class OffloadOptimizer(Section):
-    """Where optimizer state rests, and with it the gradients."""
-
-    default_on_auto: ClassVar[bool] = True
-
-    device: Device = honoured("none", "the plan: where optimizer state rests, and gradients from stage 2 on")
-    nvme_path: MaybeText = ignored(None, _DISK_ONLY)
-    buffer_count: Count = ignored(4, _DISK_ONLY)
-    pin_memory: Flag = ignored(True, "host memory is locked wherever a device copies from it")
-    pipeline_read: Flag = ignored(False, _DISK_ONLY)
-    pipeline_write: Flag = ignored(False, _DISK_ONLY)
-    pipeline: Flag = ignored(False, _DISK_ONLY)
-    fast_init: Flag = ignored(False, _DISK_ONLY)
-    ratio: Share = honoured(1.0, "the plan: this share of the state off the device, the rest on it, by whole units")
-    super_offload: Flag = adapted(
-        False, "updates run beside the next forward pass as they always do, exactly, without speculation"
-    )
-    cpuadam_cores_perc: Share = ignored(0.8, "updates choose the cores that the data loaders and torch leave")
+def _dtype(settings: Mapping[str, Any]) -> torch.dtype | None:
+    on = [dtype for name, dtype in _DTYPES.items() if _section(settings, name, "enabled") is True]
+    return on[0] if on else None
 
 
-class LeafModules(Section):
-    """Modules that are fetched as a whole."""
-
-    default_on_auto: ClassVar[bool] = True
-
-    classes: Texts = ignored([], "a unit is gathered as a whole, whatever part of it a rank uses")
-    names: Texts = ignored([], "a unit is gathered as a whole, whatever part of it a rank uses")
-    name_suffixes: Texts = ignored([], "a unit is gathered as a whole, whatever part of it a rank uses")
+def _remote_device(settings: Mapping[str, Any]) -> str | None:
+    device = _section(settings, "zero_optimization", "offload_param", "device")
+    return device if isinstance(device, str) else None
 
 
-class Zero(Section):
-    """The plan, and how it moves bytes."""
+class GatheredParameters:
+    """A context inside which parameters are whole. Every rank enters and leaves it.
 
-    aliases: ClassVar[dict[str, str]] = {
-        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-        "param_persistence_threshold": "stage3_param_persistence_threshold",
-        "model_persistence_threshold": "stage3_model_persistence_threshold",
-        "max_live_parameters": "stage3_max_live_parameters",
-        "max_reuse_distance": "stage3_max_reuse_distance",
-        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "module_granularity_threshold": "stage3_module_granularity_threshold",
-        "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
-        "allgather_sequential": "stage3_allgather_sequential",
-    }
-    default_on_auto: ClassVar[bool] = True
+    Parameters of a model that is neither made under `Init` nor sharded are whole anyway: nothing happens to them.
 
-    stage: Annotated[int, whole(0, 3)] = honoured(0, "the plan: ZERO_0, ZERO_1, ZERO_2 or ZERO_3")
-    offload_optimizer: OffloadOptimizer | None = None
-    offload_param: OffloadParam | None = None
-    cpu_offload: MaybeFlag = honoured(None, "offload_optimizer.device cpu, as this older key means")
-    cpu_offload_param: MaybeFlag = honoured(None, "offload_param.device cpu, as this older key means")
-    cpu_offload_params: MaybeFlag = honoured(None, "offload_param.device cpu, as this older key means")
-    cpu_offload_use_pin_memory: MaybeFlag = ignored(None, "host memory is locked wherever a device copies from it")
-    stage3_prefetch_bucket_size: Count = honoured(
-        50_000_000, "prefetch_bytes under ZERO_3: as many elements; not given, as many bytes as the largest unit has"
-    )
-    stage3_max_live_parameters: Count = adapted(
-        1_000_000_000, "an upper bound of prefetch_bytes; what is in use is one unit and the next ones prefetched"
-    )
-    stage3_gather_16bit_weights_on_model_save: Flag = honoured(False, "whether save_16bit_model writes whole weights")
-    contiguous_gradients: Flag = ignored(True, "gradients always lie in one buffer for each unit")
-    reduce_scatter: Flag = ignored(True, "the plan decides how gradients are reduced; the sums are the same")
-    reduce_bucket_size: Positive = ignored(500_000_000, _UNITS)
-    use_multi_rank_bucket_allreduce: Flag = ignored(True, _UNITS)
-    allgather_partitions: Flag = ignored(True, _UNITS)
-    allgather_bucket_size: Count = ignored(500_000_000, _UNITS)
-    overlap_comm: MaybeFlag = ignored(None, "reducing and gathering always overlap with the computation")
-    compute_grad_norm: Flag = ignored(True, "the norm is always computed; it also finds overflows")
-    load_from_fp32_weights: Flag = ignored(True, "checkpoints hold exact weights, and those are loaded")
-    elastic_checkpoint: Flag = ignored(False, "a checkpoint does not depend on the number of ranks")
-    sub_group_size: Count = ignored(1_000_000_000, "updates go unit by unit")
-    stage3_param_persistence_threshold: Count = ignored(
-        100_000, "small parameters travel with their unit and cost no gather of their own"
-    )
-    stage3_model_persistence_threshold: Count = ignored(
-        2**63 - 1, "small parameters travel with their unit and cost no gather of their own"
-    )
-    stage3_max_reuse_distance: Count = ignored(1_000_000_000, _ORDER)
-    stage3_module_granularity_threshold: Integer = ignored(0, _UNITS)
-    stage3_use_all_reduce_for_fetch_params: Flag = ignored(False, _UNITS)
-    stage3_allgather_sequential: Flag = ignored(False, _UNITS)
-    ignore_unused_parameters: Flag = ignored(True, "unused parameters are left alone and are no error")
-    legacy_stage1: Flag = ignored(False, "there is one way of splitting optimizer state")
-    round_robin_gradients: Flag = ignored(False, "every rank takes its part of every unit")
-    parameter_alignment: Flag = ignored(False, "parameters always start at a multiple of 16 elements")
-    grad_hooks: Flag = ignored(True, "gradients are always reduced as backward makes them")
-    memory_efficient_linear: Flag = ignored(True, "no module's forward is replaced")
-    pipeline_loading_checkpoint: Flag = ignored(False, "each rank loads its own part")
-    override_module_apply: Flag = ignored(True, "no method of a module is replaced")
-    log_trace_cache_warnings: Flag = ignored(False, "a change of order is handled; there is no trace to invalidate")
-    enable_sanity_checks: Flag = ignored(False, "ranks always check that they do the same")
-    save_muon_momentum_buffer_in_memory: Flag = ignored(False, _DISK_ONLY)
-    leaf_module: LeafModules | None = None
-    aio: Aio | None = None
-    zero_hpz_partition_size: Count = refused(
-        1, "a second copy of the parameters in each node is not kept", "1, or stage 2, which keeps them whole", (0,)
-    )
-    zero_quantized_weights: Flag = refused(False, _QUANTIZED, "false, with bf16 parameters")
-    zero_quantized_nontrainable_weights: Flag = refused(False, _QUANTIZED, "false, with bf16 parameters")
-    zero_quantized_gradients: Flag = refused(False, _QUANTIZED, "false, with communication_data_type bf16")
-    zeropp_loco_param: MaybeFree = refused(None, _QUANTIZED, "leave it out")
-    mics_shard_size: Integer = refused(
-        -1, "over which ranks state is split is said by shard's mesh", "-1, and a mesh of two axes for shard", (0,)
-    )
-    mics_hierarchical_params_gather: Flag = refused(False, "gathers have one level", "false")
-    zenflow: MaybeFree = refused(
-        None,
-        "updating important gradients first changes what is computed",
-        "leave it out: offload_optimizer alone overlaps updates with the next forward pass, exactly",
-    )
+    Args:
+        params: a parameter, or parameters. What is no parameter is passed over.
+        modifier_rank: keep what this rank wrote, on every rank; None drops what is written.
+        fwd_module: taken, and not needed.
+        enabled: False does nothing.
+
+    Raises:
+        OnefoldError: a parameter is gathered already by a context around this one, or is on the meta device.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        found = list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
+        unique = {id(param): param for param in found if isinstance(param, nn.Parameter)}
+        self._params = list(unique.values()) if enabled else []
+        self._modifier = modifier_rank
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> None:
+        meta = [param for param in self._params if param.is_meta]
+        if meta:
+            raise OnefoldError(
+                f"GatheredParameters was given a parameter {list(meta[0].shape)} on the meta device, which has no value"
+                " yet; make the model under zero.Init instead of torch.device('meta')"
+            )
+        for context in self._gather():
+            self._contexts.enter_context(context)
+        if self._modifier:
+            self._contexts.push(self._send)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._contexts.__exit__(*exception)
+
+    def _gather(self) -> Iterator[AbstractContextManager[None]]:
+        """Contexts that gather what rests in parts."""
+        nurseries: dict[int, tuple[Nursery, list[nn.Parameter]]] = {}
+        sessions: dict[int, tuple[Session, list[nn.Parameter]]] = {}
+        for param in self._params:
+            nursery, session = nursery_of(param), owner_session(param)
+            if nursery is not None:
+                nurseries.setdefault(id(nursery), (nursery, []))[1].append(param)
+            elif session is not None:
+                sessions.setdefault(id(session), (session, []))[1].append(param)
+        for nursery, params in nurseries.values():
+            nursery.settle()
+            awake = [param for param in params if not isinstance(param, Asleep)]
+            if awake:
+                raise OnefoldError(f"{nursery.describe(awake[0])} is gathered already, by a context around this one")
+            yield nursery.gathered(params, write=self._modifier is not None)
+        for _, params in sessions.values():
+            yield gathered(params, write=self._modifier is not None)
+
+    def _send(self, *exception: Any) -> None:
+        """Bring the values of the modifying rank to rank 0, whose values are kept."""
+        if exception[0] is None:
+            for param in self._params:
+                if nursery_of(param) is not None or owner_session(param) is not None:
+                    comm.broadcast(param.data, self._modifier or 0)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Taken, and not needed: whoever uses a parameter outside of its module gets it gathered on the spot.
+
+    Raises:
+        ConfigError: it is no parameter.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise ConfigError(f"register_external_parameter takes a torch.nn.Parameter, not {said(parameter)}")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """As `register_external_parameter`."""
+    register_external_parameter(module, parameter)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the engine's model with all of its parameters whole, for many forwards in a row."""
+    inner = getattr(model, "module", model)
+    with GatheredParameters(list(inner.parameters())):
+        yield inner

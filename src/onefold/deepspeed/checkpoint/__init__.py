@@ -1,0 +1,1 @@
+"""DeepSpeed's package `checkpoint`, as far as others look into it."""
