@@ -8,12 +8,12 @@ is a property of the process, so that neither kind of run reaches other tests.
 import copy
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from apart import prepare_deepspeed, run_ranks
 from huggingface_data import OFFLOAD, OWN, WORDS, Sorted, Words, arguments, begin, config, unset, zero
 
 NUM_RANKS = 2
@@ -234,40 +234,12 @@ RUNS = {
 }
 
 
-def act(rank, kind, directory):
-    """The life of one forked rank."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'meeting'}", rank=rank, world_size=NUM_RANKS)
+def act(rank, num_ranks, directory):
+    """What each forked rank does."""
     for name in sys.argv[3:] or RUNS:
         found = RUNS[name](directory / name, directory / "base")
         if rank == 0:
             torch.save(found, directory / f"{name}.pt")
-    dist.destroy_process_group()
-
-
-def fork(rank, kind, directory):
-    """Start a rank; returns its process id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        act(rank, kind, directory)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def main(kind, directory):
@@ -276,17 +248,13 @@ def main(kind, directory):
 
         onefold.deepspeed.install()
     else:
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a kernel for sums
-    import deepspeed.runtime.zero.partition_parameters
+        prepare_deepspeed()
+    import deepspeed.runtime.zero.partition_parameters  # noqa: F401
     from transformers import AutoModelForCausalLM, Trainer  # noqa: F401  imported once, before the ranks are forked
 
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(config()).save_pretrained(directory / "base")
-    children = [fork(rank, kind, directory) for rank in range(NUM_RANKS)]
-    if any([os.waitpid(child, 0)[1] for child in children]):
-        sys.exit("a rank failed")
+    run_ranks(NUM_RANKS, directory, act, directory)
 
 
 if __name__ == "__main__":

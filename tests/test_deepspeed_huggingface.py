@@ -1,9 +1,6 @@
 """Promise: scripts written for DeepSpeed, with transformers' Trainer or accelerate, run on Onefold after one call of
 `onefold.deepspeed.install()`, and compute what they compute with DeepSpeed."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,35 +8,24 @@ import pytest
 import torch
 
 import huggingface_runs
-
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
-)
+from apart import finish, start
+from ranks import needs_deepspeed
 
 
-def start(kind, directory, *names):
+def run(kind, directory, *names):
     (directory / kind).mkdir()
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    command = [sys.executable, huggingface_runs.__file__, kind, str(directory / kind), *names]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start(huggingface_runs.__file__, kind, directory / kind, *names)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What came out, by kind and name."""
     directory = tmp_path_factory.mktemp("huggingface")
-    running = {"onefold": start("onefold", directory)}
+    running = {"onefold": run("onefold", directory)}
     if find_spec("deepspeed") is not None:
-        running["deepspeed"] = start("deepspeed", directory, "levels", "grown")
-    for kind, process in running.items():
-        output, _ = process.communicate(timeout=400)
-        assert process.returncode == 0, f"the {kind} run failed:\n{output[-6000:]}"
+        running["deepspeed"] = run("deepspeed", directory, "levels", "grown")
+    for process in running.values():
+        finish(process)
 
     def result(kind, name):
         return torch.load(Path(directory) / kind / f"{name}.pt", weights_only=True)

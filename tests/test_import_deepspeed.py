@@ -3,10 +3,7 @@ would have. Nothing in such a file runs."""
 
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from typer.testing import CliRunner
 
 import deepspeed_runs
 import onefold
+from apart import finish, start
 from checkpoint_models import PRECISIONS
 from deepspeed_runs import AFTER, BEFORE, SETTINGS, STATES, VARIANTS, WARMUP, Net, groups, loss_of, schedule
 from onefold.checkpoint.files import Files
@@ -26,10 +24,8 @@ from onefold.errors import CheckpointError
 from onefold.importing import import_deepspeed
 from onefold.importing.deepspeed import Place, reader
 from onefold.plan import NAMED_PLANS
+from ranks import needs_deepspeed
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
-)
 CASES = [(num_ranks, name) for num_ranks, variants in VARIANTS.items() for name in variants]
 every_case = pytest.mark.parametrize(("num_ranks", "name"), CASES)
 
@@ -57,15 +53,7 @@ class Written:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("deepspeed")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, deepspeed_runs.__file__, str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    finish(start(deepspeed_runs.__file__, directory))
     return Written(directory)
 
 
