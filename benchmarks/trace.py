@@ -27,13 +27,7 @@ def record(words: argparse.Namespace, path: Path) -> None:
     """Write the trace of a step; all ranks call it."""
     torch.manual_seed(0)
     rank = dist.get_rank()
-    work = Work(
-        params=words.params,
-        batch=words.batch,
-        context=words.context,
-        is_checkpointed=words.checkpointing,
-        layers=words.layers,
-    )
+    work = Work.of(words)
     row = Row.parse(words.row)
     ready = builder(row.system)(work, row, "cuda")
     batches = [work.tokens(2 * rank + index, "cuda") for index in range(2)]

@@ -250,13 +250,7 @@ def builder(system: str) -> Callable[[Work, Row, str], Ready]:
 def measure(words: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any]:
     begin = time.perf_counter()
     row, device, rank = Row.parse(words.row), words.device, dist.get_rank()
-    work = Work(
-        params=words.params,
-        batch=words.batch,
-        context=words.context,
-        is_checkpointed=words.checkpointing,
-        layers=words.layers,
-    )
+    work = Work.of(words)
     torch.manual_seed(0)
     ready = builder(row.system)(work, row, device)
     built = time.perf_counter() - begin

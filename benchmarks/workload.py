@@ -2,6 +2,7 @@
 what the numbers depend on.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -53,6 +54,17 @@ class Work:
     is_checkpointed: bool = True
     layers: int | None = None
     """In place of the layers of the size, to step up between sizes."""
+
+    @classmethod
+    def of(cls, words: argparse.Namespace) -> "Work":
+        """What the arguments of `train_rows.add_work` say."""
+        return cls(
+            params=words.params,
+            batch=words.batch,
+            context=words.context,
+            is_checkpointed=words.checkpointing,
+            layers=words.layers,
+        )
 
     @property
     def num_layers(self) -> int:

@@ -15,8 +15,8 @@ class Fault(Files):
     """The operating system, until call number `at` of one operation on a file whose name matches.
 
     Args:
-        kind: what goes wrong: "short write", "short read", "enospc", "eio write", "eio sync", "eio read", "rename",
-            "end" or "remove".
+        kind: what goes wrong: "short write", "short read", "enospc", "eio write", "eio sync", "eio read", "remove",
+            "exchange" or "end exchange" (or rename); "rename" or "end" where names cannot be exchanged.
         name: a part of the names that it happens to.
         at: which of the calls it happens to, from 0 on, and all later ones.
     """
@@ -53,9 +53,16 @@ class Fault(Files):
     def rename(self, source, target):
         if self._strikes("rename", target):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if self._strikes("end", target):
+        if self._strikes("end", target) or self._strikes("end exchange", target):
             os._exit(9)
         super().rename(source, target)
+
+    def exchange(self, one, other):
+        if self.kind in ("rename", "end"):
+            return errno.EINVAL
+        if self._strikes("end exchange", other):
+            os._exit(9)
+        return errno.EIO if self._strikes("exchange", other) else super().exchange(one, other)
 
     def remove_tree(self, path):
         if self._strikes("remove", path):

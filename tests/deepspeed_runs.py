@@ -6,16 +6,14 @@ says of weights and state, then and at the end. No pytest here: it runs in proce
 DeepSpeed reaches those of other tests.
 """
 
-import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import checkpoint_models
+from apart import prepare_deepspeed, run_ranks
 from checkpoint_models import BATCH, WORDS
 
 BEFORE, AFTER = 4, 3
@@ -171,47 +169,18 @@ def write(rank, num_ranks, directory, config):
 
 
 def act(rank, num_ranks, directory):
-    """The life of one forked rank."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    meeting = f"file://{directory / f'meeting-{num_ranks}'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+    """What each forked rank does."""
     for name, config in VARIANTS[num_ranks].items():
         found = write(rank, num_ranks, directory / str(num_ranks) / name, config)
         if rank == 0:
             torch.save(found, directory / str(num_ranks) / f"{name}.pt")
-    dist.destroy_process_group()
-
-
-def fork(rank, num_ranks, directory):
-    """Start a rank; returns its process id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        act(rank, num_ranks, directory)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def main(directory):
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a kernel for sums on one machine
-    get_accelerator().is_fp16_supported = lambda: True  # it says no of CPUs that have no instructions for it
-    import deepspeed.runtime.zero.muon.muon_optimizer  # else each rank compiles its regular expressions
-
-    torch.set_num_threads(1)
+    prepare_deepspeed()
     for num_ranks in VARIANTS:
         (directory / str(num_ranks)).mkdir()
-        children = [fork(rank, num_ranks, directory) for rank in range(num_ranks)]
-        if any([os.waitpid(child, 0)[1] for child in children]):
-            sys.exit(f"a rank of {num_ranks} failed")
+        run_ranks(num_ranks, directory, act, directory)
 
 
 if __name__ == "__main__":

@@ -8,114 +8,15 @@ is a property of the process, so that neither kind of run reaches other tests.
 import copy
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from apart import prepare_deepspeed, run_ranks
+from huggingface_data import OFFLOAD, OWN, WORDS, Sorted, Words, arguments, begin, config, unset, zero
+
 NUM_RANKS = 2
-WORDS, LENGTH = 31, 8
-
-
-def zero(stage, **more):
-    """A configuration as the Trainer's documentation writes it."""
-    return {
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-            **more,
-        },
-        "bf16": {"enabled": "auto"},
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
-
-
-OWN = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
-}
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-
-
-def config():
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        initializer_range=0.2,
-    )
-
-
-class Words(torch.utils.data.Dataset):
-    """Sentences that are always the same."""
-
-    def __init__(self, number, seed=0):
-        self.words = torch.randint(WORDS, (number, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self):
-        return len(self.words)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.words[index], "labels": self.words[index]}
-
-
-def begin():
-    """What `accelerate launch` does where there is a GPU: on CPUs a script has to name the backend itself."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    return PartialState(backend="gloo")
-
-
-def arguments(directory, settings, **more):
-    from transformers import TrainingArguments
-
-    begin()
-    return TrainingArguments(
-        **{
-            "output_dir": str(directory),
-            "deepspeed": settings,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 4,
-            "learning_rate": 0.02,
-            "weight_decay": 0.1,
-            "warmup_steps": 1,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "seed": 3,
-            "dataloader_pin_memory": False,
-            "accelerator_config": {"use_configured_state": True},
-            **more,
-        }
-    )
 
 
 def run_clm(directory, base, settings, resume=None, **more):
@@ -149,49 +50,64 @@ def levels(directory, base):
         "sgd": (3, {"optim": "sgd", "max_grad_norm": 0.3, "gradient_accumulation_steps": 1}),
     }
     found = {name: run_clm(directory / name, base, zero(stage), **more)[0] for name, (stage, more) in kinds.items()}
+    found["a new head"] = classify(directory)
     args = arguments(directory / "evaluated", zero(3))
     trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(base), args=args, eval_dataset=Words(8, seed=1))
     return found | {"evaluated": {"evaluated": trainer.evaluate()["eval_loss"]}}
 
 
+def classify(directory):
+    """A trunk that was trained, with a head that is drawn as the model is loaded."""
+    from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, Trainer, set_seed
+
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    unset()  # or the trunk would be split as it is made, and could not be saved
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        BertModel(BertConfig(vocab_size=WORDS, **small, **none)).save_pretrained(directory / "trunk")
+    dist.barrier()
+    args = arguments(directory / "head", zero(3))
+    set_seed(args.seed)
+    model = AutoModelForSequenceClassification.from_pretrained(directory / "trunk")
+    trainer = Trainer(model=model, args=args, train_dataset=Sorted(64))
+    trainer.train()
+    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+
+
 def plans(directory, base):
-    """Other places for the state."""
+    """Other places for the state. What `save_model` writes where whole weights are not asked for is a checkpoint."""
     kinds = {
         "zero0": zero(0),
         "zero1": zero(1),
-        "offload2": zero(2, **OFFLOAD),
         "offload3": zero(3, **OFFLOAD, offload_param={"device": "cpu"}),
-        "own": zero(3) | OWN,
         "own-offload": zero(2, **OFFLOAD) | OWN,
     }
-    return {name: run_clm(directory / name, base, settings)[0] for name, settings in kinds.items()}
+    found = {name: run_clm(directory / name, base, settings)[0] for name, settings in kinds.items()}
+    run_clm(directory / "parts", base, zero(3, stage3_gather_16bit_weights_on_model_save=False))
+    return found | {"parts": sorted(os.listdir(directory / "parts" / "saved"))}
 
 
 def resumed(directory, base):
-    """Saved after two of four steps, and taken up again; the better one of both is loaded at the end."""
+    """Saved after two of four steps, and taken up again under another level; the better one is loaded at the end."""
     from safetensors.torch import load_file
 
     import onefold
 
-    found = {}
-    for stage in (2, 3):
-        where = directory / str(stage)
-        often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-        whole, trainer = run_clm(where, base, zero(stage), **often, load_best_model_at_end=True)
-        weights = onefold.full_state_dict(trainer.model_wrapped.module, dtype="fp32")
-        dist.barrier()
-        written = load_file(where / "saved" / "model.safetensors")
-        rest, _ = run_clm(where, base, zero(stage), resume=str(where / "checkpoint-2"))
-        best = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        found[stage] = {"whole": whole, "rest": rest, "weights": weights, "written": written, "best": min(best[:2])}
-    return found
+    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    whole, trainer = run_clm(directory, base, zero(2), **often, load_best_model_at_end=True)
+    weights = onefold.full_state_dict(trainer.model_wrapped.module, dtype="fp32")
+    dist.barrier()
+    written = load_file(directory / "saved" / "model.safetensors")
+    rest, _ = run_clm(directory, base, zero(3), resume=str(directory / "checkpoint-2"))
+    best = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return {"whole": whole, "rest": rest, "weights": weights, "written": written, "best": min(best[:2])}
 
 
 def adapted(directory, base):
     """LoRA: what it is trained to, and what a plain model is with the adapter that was saved."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, Trainer
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from onefold.deepspeed.zero import GatheredParameters
 
@@ -208,7 +124,7 @@ def adapted(directory, base):
             trained = trainer.model_wrapped(input_ids=words).logits.clone()
         found[f"losses{stage}"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         dist.barrier()
-        unset_hf_deepspeed_config()  # or from_pretrained would split the next model too
+        unset()  # or from_pretrained would split the next model too
         plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory / f"adapter{stage}")
         with torch.no_grad():
             found[stage] = trained, plain(input_ids=words).logits
@@ -318,40 +234,12 @@ RUNS = {
 }
 
 
-def act(rank, kind, directory):
-    """The life of one forked rank."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'meeting'}", rank=rank, world_size=NUM_RANKS)
+def act(rank, num_ranks, directory):
+    """What each forked rank does."""
     for name in sys.argv[3:] or RUNS:
         found = RUNS[name](directory / name, directory / "base")
         if rank == 0:
             torch.save(found, directory / f"{name}.pt")
-    dist.destroy_process_group()
-
-
-def fork(rank, kind, directory):
-    """Start a rank; returns its process id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        act(rank, kind, directory)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def main(kind, directory):
@@ -360,17 +248,13 @@ def main(kind, directory):
 
         onefold.deepspeed.install()
     else:
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a kernel for sums
-    import deepspeed.runtime.zero.partition_parameters
+        prepare_deepspeed()
+    import deepspeed.runtime.zero.partition_parameters  # noqa: F401
     from transformers import AutoModelForCausalLM, Trainer  # noqa: F401  imported once, before the ranks are forked
 
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(config()).save_pretrained(directory / "base")
-    children = [fork(rank, kind, directory) for rank in range(NUM_RANKS)]
-    if any([os.waitpid(child, 0)[1] for child in children]):
-        sys.exit("a rank failed")
+    run_ranks(NUM_RANKS, directory, act, directory)
 
 
 if __name__ == "__main__":

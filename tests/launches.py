@@ -11,7 +11,10 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 60.0
+from onefold import ending
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+PATIENCE_S = 240.0
 """Nothing takes as long; a launcher that hangs has to fail its test, not stop the suite."""
 
 
@@ -28,12 +31,22 @@ class Launcher:
         path.write_text(text)
         return path
 
-    def start(self, *words: object, **environment: str) -> subprocess.Popen[str]:
+    def environment(self) -> dict[str, str]:
+        return {**clean_environment(), "LAUNCH_TEST": self.mark, "HOME": str(self.folder)}
+
+    def start(
+        self,
+        *words: object,
+        inside: Callable[[list[str]], list[str]] = list,
+        stdin: int = subprocess.DEVNULL,
+        **environment: str,
+    ) -> subprocess.Popen[str]:
+        """Start `onefold WORDS`; `inside` turns the command into one that runs it somewhere else."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "onefold", *map(str, words)],
+            inside([sys.executable, "-m", "onefold", *map(str, words)]),
             cwd=self.folder,
-            env={**clean_environment(), "LAUNCH_TEST": self.mark, "HOME": str(self.folder), **environment},
-            stdin=subprocess.DEVNULL,
+            env={**self.environment(), **environment},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,9 +93,8 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a launcher or a scheduler may have put there."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-    source = Path(__file__).resolve().parent.parent / "src"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    return {**kept, "PYTHONPATH": str(source)}
+    return {**kept, "PYTHONPATH": str(SOURCE)}
 
 
 def eventually(true: Callable[[], object]) -> None:
@@ -91,3 +103,11 @@ def eventually(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < end, "it did not become so"
         time.sleep(0.02)
+
+
+def again(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal, and once more: later than what would count as the same one."""
+    process.send_signal(number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ending.AGAIN_S + 0.1)
+    process.send_signal(number)

@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
 every_plan = pytest.mark.parametrize("plan", PLANS)
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
+)
 one_and_two_ranks = pytest.mark.parametrize("num_ranks", [1, 2])
 
 thinned = pytest.mark.parametrize(

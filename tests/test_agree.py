@@ -12,7 +12,7 @@ from onefold.mesh import connect
 from onefold.plan import NAMED_PLANS
 from ranks import Block, Stack, build, every_plan
 
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 
 
 class Counting(Stack):

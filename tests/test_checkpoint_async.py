@@ -2,6 +2,8 @@
 the host makes the next update wait; saves wait for one another, and so does the end of the program."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint_ends
 import onefold
 from checkpoint_faults import Fault, Small, SmallRun, after, same
 from onefold.checkpoint.files import Files
@@ -148,6 +151,95 @@ def test_a_save_waits_for_the_one_before(ranks, tmp_path, num_ranks):
         assert found == [(2, True), (3, True)]
 
 
+class Late(Files):
+    """Begins to read what it writes only once `gate` is open."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def create(self, path):
+        self.gate.wait()
+        return super().create(path)
+
+
+def save_averages(rank, num_ranks, directory, plan):
+    """Saves averages, and goes on; returns whether the averages are what was saved."""
+    run, files, other = SmallRun(plan), Late(), SmallRun(seed=5)
+    ema = onefold.EMA(run.model, 0.5)
+    run.train(2)
+    ema.update()
+    with ema.applied():
+        want = run.state()
+        saving = onefold.save(directory / "it", run.model, asynchronous=True, files=files)
+        session = session_of(run.model, "a test")
+        session.readers[1:] = opening(session.readers[1:], files.gate)
+    files.gate.set()
+    saving.wait()
+    onefold.load(directory / "it", other.model)
+    return same(other.state(), want) and not same(run.state(), want)
+
+
+@pytest.mark.parametrize("plan", ["zero_3", "offload"])
+def test_averages_stay_in_place_until_they_are_saved(ranks, tmp_path, plan):
+    assert ranks(1).run(save_averages, tmp_path, plan) == [True]
+
+
+class After(Files):
+    """Writes once another save has written on this rank."""
+
+    def __init__(self, other=None):
+        self.wrote, self._other = threading.Event(), other
+
+    def write(self, file, data, offset):
+        if self._other is not None:
+            self._other.wrote.wait()
+        return super().write(file, data, offset)
+
+    def sync(self, file):
+        super().sync(file)
+        if file.name.endswith(".json"):
+            self.wrote.set()
+
+
+def save_two(rank, num_ranks, directory):
+    """Two models are saved at once; one rank writes them in the other order."""
+    runs = [SmallRun(), SmallRun("zero_1")]
+    for number, run in enumerate(runs):
+        run.train(2 + number)
+    first = After()
+    files = [first, After(first)] if rank == 0 else [After(first), first]
+    savings = [run.save(directory / str(n), asynchronous=True, files=files[n]) for n, run in enumerate(runs)]
+    for saving in savings:
+        saving.wait()
+    other = SmallRun(seed=5)
+    return [other.load(directory / str(n)) and same(other.state(), after(2 + n)) for n in range(2)]
+
+
+def test_two_models_are_saved_at_once(ranks, tmp_path):
+    assert ranks(2).run(save_two, tmp_path) == [[True, True]] * 2
+
+
+def save_relative(rank, num_ranks, directory):
+    """Saves by a relative path, below a link, and goes elsewhere before it is written."""
+    run, files, before = SmallRun(), Late(), Path.cwd()
+    (directory / "real").mkdir()
+    (directory / "link").symlink_to("real")
+    try:
+        os.chdir(directory)
+        saving = run.save("link/step", asynchronous=True, files=files)
+        os.chdir("/")
+        files.gate.set()
+        saving.wait()
+        os.chdir(directory / "real")
+        return run.load("latest"), sorted(path.name for path in (directory / "real").iterdir())
+    finally:
+        os.chdir(before)
+
+
+def test_a_relative_path_stands_for_where_it_was_meant(ranks, tmp_path):
+    assert ranks(1).run(save_relative, tmp_path) == [(0, ["step"])]
+
+
 def load_while_saving(rank, num_ranks, directory):
     run, files = SmallRun(), Gated([])
     run.train(2)
@@ -210,7 +302,8 @@ print("the end")
 
 def load_it(rank, num_ranks, directory, plan):
     run = SmallRun(plan, seed=5)
-    return run.load(directory / "latest"), same(run.state(), after(2, plan))
+    step = run.load(directory / "latest")
+    return step, same(run.state(), after(step, plan))
 
 
 @pytest.mark.parametrize("plan", ["zero_3", "offload"])
@@ -218,7 +311,38 @@ def test_the_end_of_the_program_waits_for_a_save(ranks, tmp_path, plan):
     path = [str(Path(__file__).parent), str(Path(onefold.__file__).parent.parent)]
     program = PROGRAM.format(path=path, plan=plan, target=str(tmp_path / "step-2"))
     ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
     assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr
     assert ranks(1).run(load_it, tmp_path, plan) == [(2, True)]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ends")
+    path = os.pathsep.join([str(Path(onefold.__file__).parent.parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, checkpoint_ends.__file__, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.mark.parametrize("way", checkpoint_ends.WAYS)
+def test_however_a_script_ends_a_save_under_way_is_finished_or_told_to_have_failed(ranks, ended, way):
+    codes = json.loads((ended / way / "codes").read_text())
+    told = [(ended / way / f"told-{rank}").read_text() for rank in range(2)]
+    ((step, is_right),) = ranks(1).run(load_it, ended / way / "saves", "zero_3")
+    assert is_right
+    if "killed" in way:
+        gone = int(way[-1])
+        assert step == 2  # the one before
+        assert (codes[gone], codes[1 - gone]) == (-signal.SIGKILL, 1)
+        assert "'step-3' was not written" in told[1 - gone]
+        assert ("rank 0 is gone" in told[1]) == (gone == 0)
+    else:
+        assert step == 3
+        assert codes == [0, int("fails" in way)]
+        assert ["the script's own" in each for each in told] == [False, "fails" in way]
+    names = sorted(path.name for path in (ended / way / "saves").iterdir() if not path.name.startswith("."))
+    assert names == ["step-2", "step-3"][: step - 1]

@@ -12,8 +12,9 @@ import torch
 
 import onefold
 from checkpoint_faults import SmallRun, after, same
+from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, OnefoldError
 
 
 def flip(place):
@@ -165,6 +166,42 @@ FORGED_TENSORS = {
 }
 
 
+class Overtaken(Files):
+    """As if another run saved with `keep_last=1` meanwhile: once something of step 2 is read, there is step 3 only."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def read_into(self, file, data):
+        if "step-2" in file.name and (self.directory / "step-2").exists():
+            (self.directory / "else" / "step-3").rename(self.directory / "step-3")
+            shutil.rmtree(self.directory / "step-2")
+        return super().read_into(file, data)
+
+
+def load_overtaken(rank, num_ranks, directory):
+    run = SmallRun(seed=5)
+    return run.load(directory / "latest", files=Overtaken(directory)), same(run.state(), after(3))
+
+
+def test_a_newest_checkpoint_that_is_removed_meanwhile_gives_way_to_its_successor(ranks, tmp_path):
+    ranks(1).run(save_both, tmp_path)
+    (tmp_path / "else").mkdir()
+    (tmp_path / "step-3").rename(tmp_path / "else" / "step-3")
+    assert ranks(1).run(load_overtaken, tmp_path) == [(3, True)]
+
+
+def exported(place, out):
+    """What an export does with a checkpoint, but to write it or to refuse it."""
+    try:
+        onefold.export(place, out)
+    except OnefoldError:
+        return []
+    except Exception as error:
+        return [f"exported with {error!r}"]
+    return []
+
+
 def load_forged(rank, num_ranks, directory, whole):
     """Loads a checkpoint with each forgery; returns those that gave anything but what was saved or our error."""
     run, wrong, refused = SmallRun(seed=5), [], set()
@@ -181,6 +218,8 @@ def load_forged(rank, num_ranks, directory, whole):
                 wrong.append(f"{case}: does not name {file}: {error}")
         except Exception as error:
             wrong.append(f"{case}: {error!r}")
+
+        wrong.extend(f"{case}: {told}" for told in exported(place, directory / "out"))
 
     shared = json.loads((whole / SHARED).read_bytes())
     own = json.loads((whole / "rank-00000.json").read_bytes())
@@ -216,6 +255,17 @@ def test_a_forged_checkpoint_loads_as_what_it_says_or_is_refused_by_file(ranks, 
     assert refused > 100
 
 
+@pytest.mark.parametrize("name", ["../else", "{}/else", "config.json/../../else", "tokenizer.json"])
+def test_a_forged_checkpoint_writes_nothing_but_what_an_export_has(ranks, tmp_path, name):
+    ranks(1).run(save_both, tmp_path)
+    shared = json.loads((tmp_path / "step-3" / SHARED).read_bytes())
+    shared["files"]["configs"] = {name.format(tmp_path): {}, "config.json": {"mine": 1}}
+    forge(tmp_path / "step-3", SHARED, json.dumps(shared).encode())
+    onefold.export(tmp_path / "step-3", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-2", "step-3"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
 FORGED_RECORDS = {
     "name outside": lambda files: files.update({"../secret": files[SHARED]}),
     "absolute name": lambda files: files.update({"/etc/passwd": files[SHARED]}),
@@ -229,6 +279,12 @@ FORGED_RECORDS = {
     "fractional size": lambda files: files[SHARED].update(bytes=1.5),
     "no size": lambda files: files[SHARED].pop("bytes"),
     "no sum": lambda files: files[SHARED].update(crc32=None),
+    "no block": lambda files: files["rank-00001.data"].update(block=None),
+    "blocks of nothing": lambda files: files["rank-00001.data"].update(block=0),
+    "odd blocks": lambda files: files["rank-00001.data"].update(block=4095),
+    "huge blocks": lambda files: files["rank-00001.data"].update(block=2**40),
+    "blocks of words": lambda files: files["rank-00001.data"].update(block="4096"),
+    "shorter blocks": lambda files: files["rank-00001.data"].update(block=64),
     "sum of words": lambda files: files[SHARED].update(crc32="x"),
     "no file": lambda files: files.pop(SHARED),
     "no data": lambda files: files.pop("rank-00001.data"),

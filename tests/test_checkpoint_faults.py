@@ -90,6 +90,9 @@ def test_a_system_that_takes_and_gives_less_than_asked_for_loses_nothing(ranks, 
     assert all(ranks(num_ranks).run(save_in_bits, tmp_path))
 
 
+REPLACEMENTS = [("rename", 0, 2), ("rename", 1, 2), ("rename", 2, 3), ("exchange", 0, 2), ("remove", 0, 3)]
+
+
 def replace_with(rank, num_ranks, directory, kind, at):
     """Saves step 2 and over it step 3, with a fault at one of the two renames or beyond."""
     run = SmallRun()
@@ -105,19 +108,22 @@ def replace_with(rank, num_ranks, directory, kind, at):
     return message, found, is_right, hidden(directory)
 
 
-# Either of the two renames, and removing the old one when the new one is there.
+# Either of the two renames, the exchange of names, and removing the old one when the new one is there.
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(("kind", "at", "step"), [("rename", 0, 2), ("rename", 1, 2), ("remove", 0, 3)])
+@pytest.mark.parametrize(("kind", "at", "step"), REPLACEMENTS)
 def test_replacing_a_checkpoint_never_leaves_none(ranks, tmp_path, kind, at, step, num_ranks):
     for message, found, is_right, left in ranks(num_ranks).run(replace_with, tmp_path, kind, at):
-        assert message == "saved" if kind == "remove" else "last cannot be put in its place" in message
+        assert message == "saved" if step == 3 else "last cannot be put in its place" in message
         assert found == [step, step]
         assert is_right
         assert not left
 
 
-def end_between(rank, num_ranks, directory, at, next_name):
-    """Saves step 1 elsewhere, step 2, and over it step 3 in a process that ends at one of the renames."""
+ENDS = [("end", 0, 2), ("end", 1, 2), ("end", 2, 3), ("end", 3, 3), ("end exchange", 0, 2), ("end exchange", 1, 3)]
+
+
+def end_between(rank, num_ranks, directory, kind, at, next_name):
+    """Saves step 1 elsewhere, step 2, and over it step 3 in a process that ends at one of the changes of names."""
     run = SmallRun()
     run.train()
     run.save(directory / "old")
@@ -126,7 +132,7 @@ def end_between(rank, num_ranks, directory, at, next_name):
     run.train()
     child = os.fork()
     if child == 0:
-        run.save(directory / "last", files=Fault("end", "last", at))
+        run.save(directory / "last", files=Fault(kind, "last", at))
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     other = SmallRun(seed=5)
@@ -137,9 +143,9 @@ def end_between(rank, num_ranks, directory, at, next_name):
 
 
 @pytest.mark.parametrize("next_name", ["last", "next"])
-@pytest.mark.parametrize(("at", "step"), [(0, 2), (1, 2), (2, 3)])
-def test_a_process_that_ends_at_a_rename_loses_nothing(ranks, tmp_path, at, step, next_name):
-    code, found, is_right, left, names = ranks(1).run(end_between, tmp_path, at, next_name)[0]
+@pytest.mark.parametrize(("kind", "at", "step"), ENDS)
+def test_a_process_that_ends_at_a_rename_loses_nothing(ranks, tmp_path, kind, at, step, next_name):
+    code, found, is_right, left, names = ranks(1).run(end_between, tmp_path, kind, at, next_name)[0]
     assert code == 9
     assert found == [step, step]
     assert is_right
@@ -169,7 +175,7 @@ def load_latest(rank, num_ranks, directory):
 
 
 def test_a_rank_that_is_lost_is_an_error_on_the_others(ranks, tmp_path):
-    with RankPool(2) as pool, pytest.raises((RankError, CheckpointError)) as caught:
+    with RankPool(2, grace_s=240) as pool, pytest.raises((RankError, CheckpointError)) as caught:
         pool.run(end_in_a_write, tmp_path)
     notes = "\n".join(caught.value.__notes__)
     assert "still running" not in notes

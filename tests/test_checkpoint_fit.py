@@ -4,6 +4,7 @@ with what differs and by which name; so is what a checkpoint cannot hold."""
 import re
 from collections import namedtuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -231,7 +232,37 @@ def test_schedulers_and_loaders_that_do_not_fit_are_refused(ranks, tmp_path):
     assert "was saved by 2 ranks, and this is one of 1" in said[4]
 
 
+def given_on_one(rank, num_ranks, directory):
+    """What ranks say that were not given the same."""
+    model, optimizer = made("small", "adamw")
+    onefold.save(directory / "it", model, optimizer, asynchronous=rank == 1).wait()
+    said, ema = [], onefold.EMA(model)
+    for attempt in (
+        lambda: onefold.save(directory / "new", model, optimizer if rank == 0 else None),
+        lambda: onefold.save(directory / "new", model, ema=ema if rank == 1 else None),
+        lambda: onefold.load(directory / "it", model, optimizer if rank == 0 else None),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    onefold.load(directory / "it", model, optimizer)
+    return said
+
+
+def test_what_is_given_on_one_rank_only_is_told_on_all(ranks, tmp_path):
+    for said in ranks(2).run(given_on_one, tmp_path):
+        for message, (what, rank) in zip(said, (("optimizer", 0), ("ema", 1), ("optimizer", 0)), strict=True):
+            assert f"{what}= was given on ranks [{rank}] of 2 only" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
 Pair = namedtuple("Pair", "one two")
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
 UNFIT = {
     "object": ({"a": [1, object()]}, r"extra\['a'\]\[1\] is a builtins\.object"),
     "function": ({"f": len}, r"extra\['f'\] is a builtins\.builtin_function"),
@@ -239,6 +270,8 @@ UNFIT = {
     "complex": ([1j], r"extra\[0\] is a builtins\.complex"),
     "sparse": ({"t": torch.eye(2).to_sparse()}, r"extra\['t'\] is a tensor with layout torch\.sparse"),
     "meta": ({"t": torch.empty(2, device="meta")}, r"extra\['t'\] is a tensor on meta"),
+    "record": ({"r": numpy.zeros(2, dtype=[("a", "i4")])}, r"extra\['r'\] is a numpy\.ndarray"),
+    "deep": (nested(101), r"extra\[0\]\[0\].* is nested more than 100 deep"),
     "key": ({(1, len): 2}, r"a key of extra\[1\] is a builtins\.builtin_function"),
 }
 
@@ -255,6 +288,16 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_its_place(ranks, tmp_path, 
     for message in ranks(2).run(unfit, tmp_path, case):
         assert re.search(UNFIT[case][1], message), message
     assert not list(tmp_path.iterdir())
+
+
+def inside(model, attempt):
+    with onefold.gathered(model, write=True):
+        attempt()
+
+
+def applied(model, attempt):
+    with onefold.EMA(model).applied():
+        attempt()
 
 
 def elsewhere(rank, num_ranks, directory):
@@ -277,6 +320,12 @@ def elsewhere(rank, num_ranks, directory):
         "not one": lambda: onefold.load(directory / "mine", model),
         "a file": lambda: onefold.load(directory / "file", model),
         "below": lambda: onefold.load(directory / "file" / "latest", model),
+        "in a checkpoint": lambda: onefold.save(directory / "real" / "it", model),
+        "save in gathered": lambda: inside(model, lambda: onefold.save(directory / "new", model)),
+        "load in gathered": lambda: inside(model, lambda: onefold.load(directory / "real", model)),
+        "other optimizer": lambda: onefold.save(directory / "new", model, made("small", "adamw")[1]),
+        "other average": lambda: onefold.load(directory / "real", model, ema=onefold.EMA(made("small", "adamw")[0])),
+        "averages": lambda: applied(model, lambda: onefold.save(directory / "new", model, optimizer)),
         "not sharded": lambda: onefold.save(directory / "new", nn.Linear(1, 1)),
     }.items():
         try:
@@ -302,4 +351,10 @@ def test_paths_that_are_no_checkpoints_are_told_and_left_alone(ranks, tmp_path):
     assert "is not a whole checkpoint" in said["a file"]
     assert "file" in said["below"]
     assert "onefold.shard" in said["not sharded"]
+    assert "optimizer= is of another model" in said["other optimizer"]
+    assert "ema= is of another model" in said["other average"]
+    assert "the model's weights are averages now" in said["averages"]
+    assert "real is a checkpoint" in said["in a checkpoint"]
+    assert "leave it first" in said["save in gathered"]
+    assert "leave it first" in said["load in gathered"]
     assert names == ["file", "link", "mine", "real"]

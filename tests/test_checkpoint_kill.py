@@ -113,7 +113,7 @@ def kill_again_and_again(rank, num_ranks, directory, kills, asynchronous):
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.soak)])
 def test_kills_while_saving_lose_nothing_and_leave_nothing(ranks, tmp_path, kills, asynchronous):
     print(f"seed {SEED}")
-    results = ranks(1).run(kill_again_and_again, tmp_path, kills, asynchronous, timeout_s=100 + 5 * kills)
+    results = ranks(1).run(kill_again_and_again, tmp_path, kills, asynchronous, timeout_s=300 + 10 * kills)
     wrong, leftovers, steps, hidden = results[0]
     assert not wrong, "\n".join(wrong)
     assert leftovers, "no kill hit a save: the promise was not tried"

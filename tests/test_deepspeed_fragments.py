@@ -14,7 +14,6 @@ from onefold.errors import CheckpointError, ConfigError, OnefoldError
 LEVELS = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
     "zero3": {"stage": 3},
     "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "offload3": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
@@ -122,7 +121,9 @@ def change(ours, theirs, plain):
 
 
 @pytest.mark.parametrize(
-    ("level", "num_ranks"), [*((level, 2) for level in LEVELS), ("zero3", 1)], ids=lambda value: str(value)
+    ("level", "num_ranks"),
+    [("zero0", 2), ("zero1", 2), ("zero3", 1), ("zero3", 2), ("offload", 2), ("offload3", 2)],
+    ids=lambda value: str(value),
 )
 def test_what_is_seen_and_changed_is_what_torch_computes(ranks, level, num_ranks):
     ranks(num_ranks).run(see_and_change, level)
@@ -139,8 +140,9 @@ def keep_exact(rank, num_ranks, level, number_format):
     return torch.equal(utils.safe_get_full_fp32_param(param), value) and not torch.equal(computed, value)
 
 
-@pytest.mark.parametrize("level", ["zero1", "zero3", "offload"])
-@pytest.mark.parametrize("number_format", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("level", "number_format"), [("zero1", "fp16"), ("zero3", "bf16"), ("zero3", "fp16"), ("offload", "bf16")]
+)
 def test_exact_weights_are_kept_exactly(ranks, level, number_format):
     assert ranks(2).run(keep_exact, level, number_format) == [True, True]
 

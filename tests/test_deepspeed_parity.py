@@ -3,41 +3,26 @@
 The loops are in `deepspeed_loops.py`. DeepSpeed runs them in processes of its own, Onefold on the ranks of the pool.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import deepspeed_loops
 import deepspeed_truth
+from apart import finish, start
 from deepspeed_loops import CASES
 from onefold.cli import app
 from onefold.deepspeed import DeepSpeedEngine
 from onefold.deepspeed.names import way_out
 from onefold.errors import CheckpointError
-
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
-)
+from ranks import needs_deepspeed
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """What DeepSpeed's loops saw: by number of ranks, by variant."""
     directory = tmp_path_factory.mktemp("deepspeed")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, deepspeed_truth.__file__, str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    finish(start(deepspeed_truth.__file__, directory))
     seen = {num_ranks: torch.load(directory / f"{num_ranks}.pt", weights_only=True) for num_ranks in (1, 2)}
     return seen | {"directory": directory, "names": (directory / "names.txt").read_text().split()}
 

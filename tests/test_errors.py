@@ -210,7 +210,7 @@ def shard_differently(rank, num_ranks, make):
 
 @pytest.mark.parametrize("make", list(DIFFERENT), ids=lambda make: make.__name__)
 def test_models_that_differ_between_ranks_are_refused_on_every_rank(ranks, make):
-    for message in ranks(2).run(shard_differently, make, timeout_s=30.0):
+    for message in ranks(2).run(shard_differently, make):
         assert message is not None
         assert "rank 0" in message
         assert "rank 1" in message

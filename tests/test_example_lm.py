@@ -35,7 +35,7 @@ def run(num_ranks, *args):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 

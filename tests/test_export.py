@@ -73,7 +73,7 @@ def trained_and_exported(rank, num_ranks, make, plan, target, options):
 @pytest.mark.parametrize(("plan", "name"), [(plan, name) for plan, names in PLACES.items() for name in names])
 def test_exported_models_give_equal_logits(ranks, tmp_path, plan, name):
     target = tmp_path / "out" / "model"
-    each = ranks(3).run(trained_and_exported, MODELS[name], plan, target, {"max_file_bytes": 20_000}, timeout_s=120)
+    each = ranks(3).run(trained_and_exported, MODELS[name], plan, target, {"max_file_bytes": 20_000})
     got = logits(loaded(target))
     assert not torch.equal(got, logits(build(MODELS[name])))
     for want in each:
@@ -193,7 +193,7 @@ def adapter_exported(rank, num_ranks, target):
 def test_of_a_peft_model_the_adapter_is_exported(ranks, tmp_path):
     import peft
 
-    each = ranks(3).run(adapter_exported, tmp_path / "out", timeout_s=120)
+    each = ranks(3).run(adapter_exported, tmp_path / "out")
     base = build(gpt2)
     assert not torch.equal(logits(base), each[0])
     model = peft.PeftModel.from_pretrained(base, tmp_path / "out")

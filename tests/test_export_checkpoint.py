@@ -49,7 +49,7 @@ def tensors(directory):
 )
 def test_a_checkpoint_exports_as_its_model_does(ranks, tmp_path, name, plan, precision):
     dtypes = (None, "fp32", "bf16")
-    want = ranks(2).run(saved_and_exported, MODELS[name], plan, precision, tmp_path, dtypes, timeout_s=120)[0]
+    want = ranks(2).run(saved_and_exported, MODELS[name], plan, precision, tmp_path, dtypes)[0]
     for dtype in dtypes:
         out = tmp_path / f"stored-{dtype}"
         onefold.export(tmp_path / "saved" / "latest", out, dtype=dtype, max_file_bytes=20_000)
@@ -63,7 +63,7 @@ def test_a_checkpoint_exports_as_its_model_does(ranks, tmp_path, name, plan, pre
 
 
 def test_the_command_exports(ranks, tmp_path):
-    ranks(1).run(saved_and_exported, gpt2, "zero_3", Precision(), tmp_path, (), timeout_s=120)
+    ranks(1).run(saved_and_exported, gpt2, "zero_3", Precision(), tmp_path, ())
     words = ["export", str(tmp_path / "saved" / "step-1"), str(tmp_path / "out"), "--dtype", "bf16"]
     ran = subprocess.run([sys.executable, "-m", "onefold", *words], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

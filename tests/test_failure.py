@@ -14,7 +14,7 @@ from onefold.released import ReducedGradient
 from onefold.testing import RankError
 from ranks import Stack, Turn, build, every_plan, one_and_two_ranks, weights
 
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 
 
 class Stop(Exception):
@@ -238,7 +238,7 @@ def test_a_failure_that_one_rank_catches_is_an_error_on_all(ranks, plan, fail, w
     """What that rank should have sent is missing, so there is no right step to make. (The ranks raise, rather than
     return what they caught, since a rank may leave with a gather that nobody answers any more.)"""
     with pytest.raises(OrderMismatchError, match="rank") as raised:
-        ranks(2).run(caught_on_one_rank, plan, fail, when, timeout_s=PATIENCE_S)
+        ranks(2, grace_s=PATIENCE_S).run(caught_on_one_rank, plan, fail, when, timeout_s=PATIENCE_S)
     assert raised_by(raised.value, "OrderMismatchError") == {0, 1}
 
 
@@ -263,6 +263,6 @@ def dying(rank, num_ranks, plan, where):
 @pytest.mark.parametrize("plan", ["zero_1", "zero_3"])
 def test_a_rank_that_dies_is_an_error_on_the_others(ranks, plan, where):
     with pytest.raises((RankError, RuntimeError)) as raised:
-        ranks(2).run(dying, plan, where, timeout_s=PATIENCE_S)
+        ranks(2, grace_s=PATIENCE_S).run(dying, plan, where, timeout_s=PATIENCE_S)
     assert raised_by(raised.value, "exit code 7") == {1}
     assert raised_by(raised.value, "Traceback") == {0}

@@ -27,6 +27,7 @@ FLOORS = (
             "native",
             "streams",
             "buffer",
+            "conversation",
             "comm",
             "over",
             "mesh",
@@ -46,12 +47,7 @@ FLOORS = (
             "schedule",
             "unit",
             "bound",
-            "reducer",
-            "saved",
-            "runtime",
-            "autograd",
-            "hooks",
-            "activations",
+            *("reducer", "saved", "runtime", "autograd", "hooks", "activations"),
         ),
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
@@ -76,7 +72,8 @@ FLOORS = (
             "pretrained",
         ),
     ),
-    ("launch", ("affinity", "start_rank", "failure", "launch", "hostfile", "variables", "nodes", "schedulers")),
+    ("launch", ("affinity", "interfaces", "start_rank", "failure", "ending", "launch")),
+    ("machines", ("hostfile", "variables", "answer", "reach", "nodes", "attempts", "schedulers")),
     (
         "tools",
         (
@@ -115,7 +112,10 @@ DOORS = (
     # torch.distributed on to scripts that know it by DeepSpeed's name.
     Door(
         names=("torch.distributed",),
-        modules=("comm", "peers", "tensor", "shard", "testing", "checkpoint", "launch", "report", "deepspeed"),
+        modules=(
+            *("comm", "conversation", "peers", "tensor", "shard", "testing", "checkpoint"),
+            *("launch", "report", "deepspeed"),
+        ),
     ),
     Door(
         names=(
@@ -129,8 +129,8 @@ DOORS = (
     ),
     # A rank asks the kernel to end it with its launcher; it cannot import native.py for that.
     Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace", "start_rank")),
-    # What starts processes: the launcher, and the harness that tests run ranks with.
-    Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "testing")),
+    # What starts processes: the launcher, a rank's first moment, and the harness that tests run ranks with.
+    Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "start_rank", "testing")),
 )
 
 # The table may name a stage, and so may the facade that speaks DeepSpeed's language. The harness may count its ranks.

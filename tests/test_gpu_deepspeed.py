@@ -1,8 +1,10 @@
-"""Promise: DeepSpeed's engine trains on GPUs as it does on the CPU, at every stage."""
+"""Promise: DeepSpeed's engine trains on GPUs as it does on the CPU, at every stage; so do models made in parts."""
 
 import pytest
 import torch
 
+import deepspeed_models
+import onefold.deepspeed as deepspeed
 from deepspeed_loops import CPU, STEPS, TWO, WARM, Net, Run, settings
 from deepspeed_steps import engine_of
 from gpu_models import gpus
@@ -52,3 +54,31 @@ def test_one_gpu_agrees_with_the_cpu(ranks, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_gpus_agree_with_two_cpus(ranks, name):
     agree(ranks, 2, name)
+
+
+def make_in_parts(rank, num_ranks, device, remote_device):
+    torch.cuda.set_device(rank)
+    with torch.device(device):
+        model = deepspeed_models.made(deepspeed_models.Net, 3, remote_device=remote_device)
+    config = deepspeed_models.SETTINGS | {"zero_optimization": {"stage": 3}}
+    assert {param.device.type for param in model.parameters()} == {device}
+    before = deepspeed_models.values_of(model)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    after = deepspeed_models.values_of(engine.module)
+    assert engine.device.type == "cuda"
+    assert all(torch.equal(value.cuda(), after[name]) for name, value in before.items())
+    loss = engine(torch.arange(10, device=engine.device).view(2, 5)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return {name: value.cpu() for name, value in before.items()}
+
+
+@gpus(2)
+@pytest.mark.parametrize("remote_device", [None, "cpu"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_are_made_in_parts_for_gpus(ranks, device, remote_device):
+    found = ranks(2).run(make_in_parts, device, remote_device, timeout_s=120)
+    for values in found:
+        assert deepspeed_models.same(values, found[0])
+        if device == "cpu":
+            assert deepspeed_models.same(values, dict(deepspeed_models.plain().named_parameters()))

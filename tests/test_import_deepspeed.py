@@ -3,18 +3,17 @@ would have. Nothing in such a file runs."""
 
 import os
 import shutil
-import subprocess
-import sys
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import deepspeed_runs
 import onefold
+from apart import finish, start
 from checkpoint_models import PRECISIONS
 from deepspeed_runs import AFTER, BEFORE, SETTINGS, STATES, VARIANTS, WARMUP, Net, groups, loss_of, schedule
 from onefold.checkpoint.files import Files
@@ -25,10 +24,8 @@ from onefold.errors import CheckpointError
 from onefold.importing import import_deepspeed
 from onefold.importing.deepspeed import Place, reader
 from onefold.plan import NAMED_PLANS
+from ranks import needs_deepspeed
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
-)
 CASES = [(num_ranks, name) for num_ranks, variants in VARIANTS.items() for name in variants]
 every_case = pytest.mark.parametrize(("num_ranks", "name"), CASES)
 
@@ -56,15 +53,7 @@ class Written:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("deepspeed")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, deepspeed_runs.__file__, str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    finish(start(deepspeed_runs.__file__, directory))
     return Written(directory)
 
 
@@ -86,6 +75,24 @@ def test_weights_and_optimizer_state_are_taken_bit_for_bit(written, num_ranks, n
     assert wrong == []
 
 
+@needs_deepspeed
+@every_case
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_an_import_exports_what_deepspeed_trained(written, tmp_path, num_ranks, name, dtype):
+    saved, computed = written.truth(num_ranks, name)["saved"], DTYPES[precision_of(name)]
+    onefold.export(written.imported(num_ranks, name), tmp_path / "out", dtype=dtype)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    params = {**saved["weights"], **saved["frozen"]}
+    assert found.keys() == {*params, *saved["buffers"]}  # what is tied once, by its first name
+    chosen = torch.float32 if dtype else computed
+    assert [key for key, value in params.items() if not same(found[key], value.to(chosen))] == []
+    assert [key for key, value in saved["buffers"].items() if not same(found[key], value)] == []
+    model = onefold.shard(Net().to(chosen), onefold.ZERO_0)
+    assert onefold.load_pretrained(model, tmp_path / "out") == ([], [])
+    assert torch.equal(model.head.weight, found["embed.weight"])
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ELASTIC = "zero2-fp32-elastic"
 
 

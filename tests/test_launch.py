@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launches import eventually, finish, launcher
+from launches import PATIENCE_S, again, eventually, finish, launcher
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/howto/launch.md"
 AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "--", "", "a\\b*"]
@@ -19,7 +19,7 @@ TELL = """
 import json, os, sys
 rank = os.environ["RANK"]
 told = {"args": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
-told |= {name: os.environ.get(name) for name in ("WORLD_SIZE", "FROM_FILE", "FROM_FLAG", "OMP_NUM_THREADS")}
+told |= {name: os.environ.get(name) for name in ("WORLD_SIZE", "MASTER_ADDR", "FROM_FILE", "FROM_FLAG")}
 open(f"told-{rank}.json", "w").write(json.dumps(told))
 print(f"here is {rank}")
 """
@@ -60,6 +60,7 @@ def test_every_rank_gets_its_arguments_as_written_and_cores_of_its_own(launch):
     ranks = [told(launch, rank) for rank in range(2)]
     assert [rank["args"] for rank in ranks] == [AWKWARD, AWKWARD]
     assert [rank["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
+    assert [rank["MASTER_ADDR"] for rank in ranks] == ["127.0.0.1"] * 2  # whatever this machine's name leads to
     mine, other = (set(rank["cores"]) for rank in ranks)
     allowed = len(mine | other)
     assert mine.isdisjoint(other) if allowed > 1 else mine == other
@@ -92,13 +93,35 @@ def test_a_rank_that_dies_ends_all_with_its_code_and_its_words_last(launch, how)
     assert launch.alive() == []
 
 
+def test_the_traceback_of_a_single_rank_is_the_last_thing_on_the_screen(launch):
+    launch.write("die.py", "import sys\nprint('begun', file=sys.stderr)\n[].lost\n")
+    done = launch.run("die.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("begun\nTraceback (most recent call last):\n")
+    assert done.stderr.endswith("AttributeError: 'list' object has no attribute 'lost'\n")
+    assert done.stderr.count("AttributeError") == 1
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen_at_once(launch):
+    # With a grace longer than this test's patience; what the ranks have started does not listen either.
+    deaf = "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+    launch.write("stay.py", FAMILY.replace("subprocess.Popen", f"{deaf}subprocess.Popen") + "time.sleep(1000)\n")
+    process = launch.start("run", "--nproc", 2, "--grace", 900, "stay.py")
+    eventually(lambda: len(list(launch.folder.glob("ready-*"))) == 2)
+    again(process, signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130
+    assert done.stderr.endswith("onefold run: ended by SIGINT\n")
+    assert launch.alive() == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_lets_ranks_save_within_the_grace_and_leaves_no_orphan(launch, number):
     # Rank 0 saves; rank 1 does not listen, and is killed when the grace is over.
     saves = "lambda *_: (open('saved', 'w'), sys.exit(0))"
     listen = f"signal.signal(signal.{number.name}, {saves} if rank == 0 else signal.SIG_IGN)\n"
     launch.write("stay.py", f"{FAMILY}{listen}open(f'listens-{{rank}}', 'w')\ntime.sleep(1000)\n")
-    process = launch.start("run", "--nproc", 2, "--grace", 1, "stay.py")
+    process = launch.start("run", "--nproc", 2, "--grace", 5, "stay.py")
     eventually(lambda: len(list(launch.folder.glob("listens-*"))) == 2)
     process.send_signal(number)
     done = finish(process)
@@ -116,30 +139,51 @@ def test_ranks_die_with_a_launcher_that_is_killed(launch):
     eventually(lambda: launch.alive() == [])
 
 
-# What the page leaves to its reader. Rank 0 fails in step 3 of the first attempt; by then step 2 is saved.
+# What the page leaves to its reader. In the first attempt, rank 0 fails in a step.
 YOURS = """
 import os, signal
 from pathlib import Path
-load, num_steps, save_every = lambda path: int(path.read_text()), 5, 2
-save = lambda path, step: path.write_text(str(step))
-os.makedirs(os.environ["RANK"], exist_ok=True)
-os.chdir(os.environ["RANK"])
+import torch
+import onefold
+torch.distributed.init_process_group("gloo")
+rank, device, num_steps, save_every = torch.distributed.get_rank(), "cpu", {num_steps}, 2
+model = onefold.shard(torch.nn.Linear(4, 4), onefold.ZERO_3)
+optimizer = onefold.SGD(model, lr=0.1)
 def train_one_step(step):
     print("step", step)
-    assert step < 3 or os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert rank or step != {fails_at} or os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 
+def pages_script(num_steps, fails_at):
+    loop, agreement = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    yours = YOURS.format(num_steps=num_steps, fails_at=fails_at)
+    return f"{yours}\n{agreement}\n{loop}\ntorch.distributed.destroy_process_group()\n"
+
+
 def test_the_pages_pattern_goes_on_where_the_last_attempt_got_to(launch):
-    (pattern,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    launch.write("train.py", YOURS + pattern)
+    launch.write("train.py", pages_script(5, fails_at=3))  # step 2 is saved
     done = launch.run("--nproc", 2, "--max_restarts", 1, "--log_dir", "logs", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""  # each rank has files of its own
     logs = {log.parent.name: log.read_text() for log in launch.folder.glob("logs/run-*/*/attempt_1/*/stdout.log")}
-    assert sorted(logs) == ["0", "1"]
-    assert logs["0"] == "step 2\nstep 3\nstep 4\n"
-    assert [(launch.folder / rank / "latest").read_text() for rank in logs] == ["5", "5"]
+    assert logs == {"0": "step 2\nstep 3\nstep 4\n", "1": "step 2\nstep 3\nstep 4\n"}
+    assert sorted(path.name for path in launch.folder.glob("run/*")) == ["step-2", "step-4", "step-5"]
+
+
+def test_the_pages_pattern_saves_when_it_is_told_to_stop(launch):
+    launch.write("train.py", pages_script(10**9, fails_at=-1))
+    process = launch.start("run", "--nproc", 2, "--log_dir", "logs", "train.py")
+    eventually((launch.folder / "logs").exists)
+    eventually(lambda: [log for log in launch.folder.glob("logs/run-*/*/attempt_0/0/stdout.log") if log.read_text()])
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 143
+    logs = {log.read_text() for log in launch.folder.glob("logs/run-*/*/attempt_0/*/stdout.log")}
+    assert len(logs) == 1  # all ranks stopped after the same step, and saved it
+    assert (launch.folder / f"run/step-{int(logs.pop().split()[-1]) + 1}").exists()
 
 
 def test_a_port_in_use_is_named_with_its_owner_and_the_way_out(launch):
@@ -159,5 +203,5 @@ def test_a_dry_run_prints_a_torchrun_command_that_works(launch):
     assert shown.returncode == 0, shown.stderr
     assert not (launch.folder / "told-0.json").exists()
     command = shown.stdout.replace("/tmp/onefold-run", str(launch.folder / "logs"))
-    subprocess.run(["sh", "-c", command], cwd=launch.folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["sh", "-c", command], cwd=launch.folder, check=True, capture_output=True, timeout=PATIENCE_S)
     assert told(launch, 1)["args"] == AWKWARD

@@ -1,70 +1,37 @@
 """Promise: over ssh a run on the machines of a hostfile is as one on this machine: arguments and variables arrive as
-written, the first failure is named with its machine, and nothing stays anywhere when the launcher ends.
+written, the first failure is named with its machine, nothing stays anywhere when the launcher ends, and a machine that
+cannot take part is named with the reason before anything starts.
 
-Where there is an sshd, it is the real one, on the loopback interface; else a script that does what ssh does with a
-command line: it hands it to a shell on the other side.
+The client is the system's ssh, the server a real one on the loopback interface.
 """
 
-import getpass
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 
 import pytest
 
-from launches import eventually, finish, launcher
+from hosts import this_host
+from launches import SOURCE, again, eventually, finish, launcher
+from onefold import interfaces, nodes, reach, variables
 from onefold import launch as local
-from onefold import nodes, variables
 from onefold.errors import LaunchError
 
-AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "", "a\\b*"]
-AS_SSH = """#!/bin/sh
-# The host, then one line, which a shell there takes apart. The environment is another one.
-exec env -i PATH="$PATH" HOME="$HOME" LAUNCH_TEST="$LAUNCH_TEST" sh -c "$2"
-"""
-
-
-@pytest.fixture(scope="session")
-def sshd(tmp_path_factory):
-    """The command that reaches a real sshd on this machine; None where there is none."""
-    program, keygen = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), shutil.which("ssh-keygen")
-    if program is None or keygen is None or shutil.which("ssh") is None:
-        yield None
-        return
-    folder = tmp_path_factory.mktemp("sshd")
-    for key in ("host", "user"):
-        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    shutil.copy(folder / "user.pub", folder / "authorized")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    settings = (f"Port={port}", "ListenAddress=127.0.0.1", f"HostKey={folder}/host", f"PidFile={folder}/pid")
-    more = (f"AuthorizedKeysFile={folder}/authorized", "StrictModes=no", "UsePAM=no", "PermitRootLogin=yes")
-    flags = [word for setting in (*settings, *more) for word in ("-o", setting)]
-    server = subprocess.Popen([program, "-D", "-e", "-f", "/dev/null", *flags], stderr=subprocess.PIPE)
-    known = "-o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    ssh = f"ssh -F /dev/null {known} -i {folder}/user -p {port} -l {getpass.getuser()}"
-    for line in iter(server.stderr.readline, b""):  # it may end at once: it wants a folder that only root can make
-        if b"Server listening" in line:
-            break
-    reached = subprocess.run([*ssh.split(), "127.0.0.1", "true"], capture_output=True)
-    yield ssh if reached.returncode == 0 else None
-    server.terminate()
-    server.communicate()
+AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "", "a\\b*", "é 😀"]
 
 
 @pytest.fixture
 def launch(tmp_path):
     with launcher(tmp_path) as made:
-        made.write("as_ssh", AS_SSH).chmod(0o755)
         yield made
 
 
 @pytest.fixture
-def ssh(sshd, launch):
-    return sshd or f"{launch.folder}/as_ssh"
+def ssh(launch):
+    with this_host(launch.folder, launch.environment()) as command:
+        yield command
 
 
 TELL = """
@@ -90,11 +57,33 @@ def test_arguments_and_variables_arrive_as_written(launch, ssh):
     assert (found["RANK"], found["WORLD_SIZE"], found["CUDA_VISIBLE_DEVICES"]) == ("0", "1", "3")
 
 
-def test_a_rank_that_dies_on_one_machine_ends_all_and_is_named_with_its_machine(launch):
+# The second rank fails in the first attempt, when the first one is there.
+AGAIN = """
+import os, time
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+open(f"up-{rank}-{attempt}", "w").write(os.environ["WORLD_SIZE"])
+while not os.path.exists(f"up-0-{attempt}"):
+    time.sleep(0.01)
+if attempt == "0":
+    assert rank == "0", "rank 1 has had enough"
+    time.sleep(1000)
+"""
+
+
+def test_ranks_on_all_machines_start_again_after_a_failure_and_know_the_attempt(launch, ssh):
+    launch.write("work.py", AGAIN)
+    launch.write("hosts", "127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    done = launch.run("--hostfile", "hosts", "--ssh_command", ssh, "--grace", 1, "--max_restarts", 2, "work.py")
+    assert done.returncode == 0, done.stderr
+    assert "AssertionError: rank 1 has had enough\nonefold run: starting again, 1 of 2\n" in done.stderr
+    found = {path.name: path.read_text() for path in launch.folder.glob("up-*")}
+    assert found == {f"up-{rank}-{attempt}": "2" for rank in range(2) for attempt in range(2)}
+
+
+def test_a_rank_that_dies_on_one_machine_ends_all_and_is_named_with_its_machine(launch, ssh):
     work = "import os, time\nassert os.environ['RANK'] == '0', 'rank 1 has had enough'\ntime.sleep(1000)\n"
     launch.write("work.py", work)
     launch.write("hosts", "127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
-    ssh = f"{launch.folder}/as_ssh"  # sshd listens on one address
     done = launch.run("--hostfile", "hosts", "--ssh_command", ssh, "--grace", 5, "work.py")
     assert done.returncode == 1, done.stderr
     _, found, last = done.stderr.rpartition("onefold run: rank 1 on 127.0.0.2 exited with code 1; its traceback:\n")
@@ -109,7 +98,7 @@ def test_nothing_stays_on_a_machine_when_the_launcher_ends(launch, ssh, number):
     saves = "signal.signal(signal.SIGTERM, lambda *_: (open('saved', 'w'), sys.exit(0)))"
     launch.write("stay.py", f"import os, signal, sys, time\n{saves}\nopen('up', 'w')\ntime.sleep(1000)\n")
     launch.write("hosts", "127.0.0.1 slots=1\n")
-    words = ("--hostfile", "hosts", "--force_multi", "--ssh_command", ssh, "--env", f"LAUNCH_TEST={launch.mark}")
+    words = ("--hostfile", "hosts", "--force_multi", "--ssh_command", ssh)
     process = launch.start("run", *words, "stay.py")
     eventually((launch.folder / "up").exists)
     process.send_signal(number)
@@ -121,27 +110,164 @@ def test_nothing_stays_on_a_machine_when_the_launcher_ends(launch, ssh, number):
         assert done.stderr.endswith("onefold run: ended by SIGTERM\n")
 
 
-def test_a_machine_that_cannot_be_reached_is_named():
-    with pytest.raises(LaunchError, match=r"worker-0 did not tell a free port \(exit code 255\).*no route"):
-        nodes.meeting(["sh", "-c", "echo no route >&2; exit 255", "ssh"], "worker-0")
-    with pytest.raises(LaunchError, match="cannot run no-such-ssh"):
-        nodes.meeting(["no-such-ssh"], "worker-0")
+def test_a_second_signal_ends_ranks_on_every_machine_at_once(launch, ssh):
+    # With a grace longer than this test's patience.
+    ignore = "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)"
+    launch.write("stay.py", f"import os, signal, time\n{ignore}\nopen('up', 'w')\ntime.sleep(1000)\n")
+    launch.write("hosts", "127.0.0.1 slots=1\n")
+    process = launch.start(
+        "run", "--hostfile", "hosts", "--force_multi", "--ssh_command", ssh, "--grace", 900, "stay.py"
+    )
+    eventually((launch.folder / "up").exists)
+    again(process, signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130
+    eventually(lambda: launch.alive() == [])
 
 
-def test_machines_meet_at_an_address_that_all_know_and_a_free_port():
-    with_a_shell = ["sh", "-c", 'exec sh -c "$2"', "ssh"]
-    for name, address in (("127.0.0.1", "127.0.0.1"), ("me@127.0.0.2", "127.0.0.2")):
-        found, port = nodes.meeting(with_a_shell, name)
-        assert found == address
+def test_a_node_that_does_not_hear_its_launcher_ends_its_ranks(launch):
+    saves = "signal.signal(signal.SIGTERM, lambda *_: (open('saved', 'w'), sys.exit(0)))"
+    launch.write("stay.py", f"import os, signal, sys, time\n{saves}\nopen('up', 'w')\ntime.sleep(1000)\n")
+    silent, _ = os.pipe()  # a connection that was cut: it neither speaks nor ends
+    process = launch.start("run", "--as_node", "--nproc", 1, "--silence", 3, "stay.py", stdin=silent)
+    done = finish(process)
+    assert done.returncode == 143
+    assert "onefold run: nothing from the launcher for 3 s; ending\n" in done.stderr
+    assert (launch.folder / "saved").exists() == (launch.folder / "up").exists()
+    assert launch.alive() == []
+
+
+def test_a_launcher_is_heard_all_the_time(monkeypatch):
+    assert nodes._BEAT_S * 2 < nodes._SILENCE_S
+    monkeypatch.setattr(nodes, "_BEAT_S", 0.01)
+    hears = ["sh", "-c", "read one && read two && test -z $one$two"]
+    assert nodes.run({"machine": hears}, grace_s=1) == nodes.Ended()
+
+
+# --- machines that cannot take part
+
+ON_A_SHELL = ["sh", "-c", 'exec sh -c "$2"', "ssh"]
+"""Runs what ssh would run over there, here."""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder with two that can come first where Python looks for packages: an Onefold, and what tells of a torch."""
+    info = tmp_path / "torch/torch-0.0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
+    (tmp_path / "code/onefold").mkdir(parents=True)
+    (tmp_path / "code/onefold/__init__.py").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("ssh", "path", "reason"),
+    [
+        pytest.param(ON_A_SHELL, "code", "another Onefold is there, in ", id="another Onefold"),
+        pytest.param(ON_A_SHELL, "torch", "torch 0.0.1 there, ", id="another torch"),
+        pytest.param(["sh", "-c", "cd nowhere", "ssh"], "", "nowhere (exit code ", id="no folder"),
+        pytest.param(["sh", "-c", "exec no-such-python", "ssh"], "", "not found (exit code 127)", id="no Python"),
+        pytest.param(["sh", "-c", "exit 3", "ssh"], "", "it said nothing (exit code 3)", id="nothing"),
+        pytest.param(["sh", "-c", "echo Welcome", "ssh"], "", "Welcome (exit code 0)", id="a greeting only"),
+        pytest.param(["sh", "-c", "exec sleep 1000", "ssh"], "", "no answer within 1 s", id="a hanging ssh"),
+    ],
+)
+def test_a_machine_that_cannot_take_part_is_known_with_the_reason(ssh, path, reason, elsewhere):
+    environment = {"PYTHONPATH": f"{elsewhere / path}{os.pathsep}{SOURCE}"}
+    answers, reasons = reach.ask(ssh, {"a": environment}, elsewhere, patience_s=1 if "within" in reason else 60)
+    assert answers == {}
+    assert reason in reasons["a"]
+
+
+def test_machines_meet_at_an_address_that_all_know_and_a_free_port(tmp_path):
+    greeting = ["sh", "-c", 'echo Welcome; exec sh -c "$2"', "ssh"]
+    hosts = {host: {"PYTHONPATH": str(SOURCE)} for host in ("127.0.0.1", "me@127.0.0.2")}
+    for _ in range(5):  # another test may take the port meanwhile
+        answers, reasons = reach.ask(greeting, hosts, tmp_path)
+        assert reasons == {}
+        assert {host: answer.address for host, answer in answers.items()} == {
+            "127.0.0.1": "127.0.0.1",
+            "me@127.0.0.2": "127.0.0.2",
+        }
+        if all(is_free(answer.port) for answer in answers.values()):
+            return
+    pytest.fail("no port that was told is free")
+
+
+def is_free(port):
+    try:
         local.check_port(port)
+    except LaunchError:
+        return False
+    return True
 
 
-@pytest.mark.parametrize("word", [*AWKWARD, "~", "!x", "#", "a=b", "*", "\t", "é"])
+def test_no_run_starts_without_a_machine_and_every_missing_one_is_named(launch, ssh):
+    launch.write("tell.py", "open('told', 'w')\n")
+    launch.write("hosts", "127.0.0.1 slots=1\n127.0.0.2 slots=1\nnobody.invalid slots=1\n")
+    other = ssh.replace("/user ", "/other ")  # a key that is not let in; ssh would ask for a password
+    for words, missing in (
+        ([ssh], ["nobody.invalid: "]),
+        ([other], ["127.0.0.1: ", "127.0.0.2: ", "nobody.invalid: "]),
+    ):
+        done = launch.run("--hostfile", "hosts", "--ssh_command", *words, "tell.py")
+        assert done.returncode == 2
+        assert f"{3 - len(missing)} of 3 machines can take part, and 3 must" in done.stderr
+        told = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
+        assert [line.partition(" ")[0] + " " for line in told] == missing
+        assert not (launch.folder / "told").exists()
+    with pytest.raises(LaunchError, match="cannot run no-such-ssh"):
+        reach.ask(["no-such-ssh"], {"a": {}}, launch.folder)
+
+
+def test_a_port_in_use_on_another_machine_ends_the_run_without_another_try(launch, ssh):
+    launch.write("tell.py", "open('told', 'w')\n")
+    launch.write("hosts", "127.0.0.1 slots=1\n")
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        words = ("--hostfile", "hosts", "--force_multi", "--ssh_command", ssh, "--master_port", port)
+        done = launch.run(*words, "--max_restarts", 3, "tell.py")
+    assert done.returncode == 2
+    assert done.stderr.count(f"port {port} of this machine cannot be used") == 1
+    assert done.stderr.endswith("onefold run: 127.0.0.1 ended with code 2; its messages are above\n")
+    assert not (launch.folder / "told").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "port", "words"),
+    [
+        ("ssh -o ConnectTimeout=1", 7, ["ssh", "-o", "ConnectTimeout=1", "-p", "7", "-o", "BatchMode=yes"]),
+        ("/a/ssh", None, ["/a/ssh", "-o", "BatchMode=yes"]),
+        ("'my ssh' x", None, ["my ssh", "x"]),
+    ],
+)
+def test_ssh_never_asks_and_what_the_user_says_comes_first(command, port, words):
+    found = reach.ssh_words(command, port)
+    assert found[: len(words)] == words
+    assert (len(found) > len(words)) == ("BatchMode=yes" in words)
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"), [("127.0.0.1", "lo"), ("127.1.2.3", "lo"), ("::1", "lo"), ("", None)]
+)
+def test_gloo_uses_the_interface_that_leads_to_the_other_machine(address, interface):
+    assert interfaces.leading_to(address or "nobody.invalid") == interface
+
+
+def test_a_name_that_means_this_machine_only_leads_nowhere(monkeypatch):
+    # Debian writes `127.0.1.1 NAME` into /etc/hosts.
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *words, **more: real("127.0.1.1", *words, **more))
+    assert interfaces.leading_to("worker-0") is None
+
+
+@pytest.mark.parametrize("word", [*AWKWARD, "~", "!x", "#", "a=b", "*", "\t"])
 def test_a_shell_takes_a_remote_line_apart_into_the_same_words(word, tmp_path):
     folder = tmp_path / "a folder's"
     folder.mkdir()
     tell = "import os, sys; print(repr((sys.argv[1:], os.environ['V'], os.getcwd())), end='')"
-    line = nodes.remote_line(["python3", "-c", tell, word, "last"], {"V": word}, folder)
+    line = reach.remote_line(["python3", "-c", tell, word, "last"], {"V": word}, folder)
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
     assert done.stdout == repr(([word, "last"], word, str(folder)))
 

@@ -107,6 +107,10 @@ def test_a_choice_that_contradicts_itself_or_the_hosts_is_refused(asked, said):
         ("--slurm", "--slurm needs --num_gpus"),
         ("--slurm --num_gpus 2 --hostfile hosts", "--hostfile and --slurm: the scheduler chooses the machines"),
         ("--kubernetes --num_gpus 2", "needs --image"),
+        ("--slurm --num_gpus 2 --job_name=a\vb", "--job_name 'a\\x0bb': --slurm needs letters"),
+        ("--jobset --num_gpus 2 --image x --job_name Mine", "--job_name 'Mine': --jobset needs a lower-case letter"),
+        ("--slurm --num_gpus 2 --sbatch=long", "--sbatch 'long': expected one line"),
+        ("--slurm --num_gpus 2 --sbatch=--a\x85#SBATCH", "expected one line"),
         ("--submit", "--submit needs --slurm, --kubernetes or --jobset"),
         ("--no_ssh", "say which with --node_rank"),
         ("--num_nodes 2", "--num_nodes 2 needs a --hostfile"),
@@ -117,6 +121,10 @@ def test_a_choice_that_contradicts_itself_or_the_hosts_is_refused(asked, said):
         ),
         ("--num_nodes 2 --min_nodes 3 --node_rank 0 --master_addr a --master_port 1", "--min_nodes 3: there are 2"),
         ("--min_nodes 0", "at least one machine has to be left"),
+        (
+            "--num_nodes 2 --min_nodes 1 --node_rank 0 --master_addr a --master_port 1",
+            "--min_nodes 1 needs --max_restarts",
+        ),
         ("--no_bind_cores --bind_core_list 0", "contradict"),
         ("--bind_core_list 0-", "'0-' is no list of cores"),
         ("-m --bind_core_list 100000", "none of the cores [100000] is this process's"),
@@ -137,7 +145,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_starts(words, sa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    done = CliRunner().invoke(cli.app(), ["run", *words.split(), "train.py"])
+    done = CliRunner().invoke(cli.app(), ["run", *filter(None, words.split(" ")), "train.py"])
     assert isinstance(done.exception, LaunchError), done.output
     assert said in str(done.exception)
 
@@ -259,6 +267,25 @@ def test_the_last_traceback_comes_with_what_it_chains_to_and_nothing_else(tmp_pa
     said = failure.last_words(path)
     assert said.startswith('Traceback (most recent call last):\n  File "a.py", line 1')
     assert said.endswith("RuntimeError: cannot go on")
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "said"),
+    [
+        ({2: 3}, 3, "rank 2 exited with code 3"),
+        ({2: 255}, 255, "rank 2 exited with code 255"),
+        ({0: 137, 1: -15}, 137, "rank 0 exited with code 137"),
+        ({2: -11, 1: -15}, 139, "rank 2 was ended by SIGSEGV"),
+        ({1: -15, 0: -15}, 143, "rank 1 was ended by SIGTERM"),  # not by torchrun, which ends others later
+        ({0: -9, 1: -15}, 137, "rank 0 was ended by SIGKILL (often the system, for want of memory: see `dmesg`)"),
+        ({0: -64}, 192, "rank 0 was ended by "),
+    ],
+    ids=str,
+)
+def test_a_death_has_the_code_that_a_shell_shows_and_its_cause_in_words(ended, code, said):
+    found = failure.first({rank: (each, None) for rank, each in ended.items()})
+    assert found.code == code
+    assert found.text().startswith(f"onefold run: {said}")
 
 
 def test_the_first_to_fail_is_the_one_whose_last_words_are_oldest(tmp_path):

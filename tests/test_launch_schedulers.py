@@ -14,7 +14,17 @@ from onefold import cli
 from onefold.errors import LaunchError
 from onefold.schedulers import job_name
 
-AWKWARD = ["two words", "$HOME $$ $(x)", 'it\'s "quoted"', "new\nline", "--help", "é 😀"]
+AWKWARD = [
+    "two words",
+    "$HOME $$ $(x)",
+    'it\'s "quoted"',
+    "new\nline",
+    "--help",
+    "é 😀",
+    "",
+    "\x85\u2028\x7f\t",
+    "%j \\\\ # @",
+]
 SHAPE = ["--num_nodes", "2", "--num_gpus", "8", "--grace", "60", "--max_restarts", "3"]
 
 

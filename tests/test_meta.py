@@ -168,10 +168,10 @@ def values_of_every_plan(rank, num_ranks, name):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_values_depend_on_neither_ranks_nor_plan(ranks, name):
-    want = ranks(1).run(values, "zero_0", name, timeout_s=120.0)[0]
+    want = ranks(1).run(values, "zero_0", name)[0]
     assert all(tensor.isfinite().all() for tensor in want.values())
     for num_ranks in (1, 2, 3):
-        for found in ranks(num_ranks).run(values_of_every_plan, name, timeout_s=120.0):
+        for found in ranks(num_ranks).run(values_of_every_plan, name):
             for plan in PLANS:
                 assert found[plan].keys() == want.keys()
                 # Bits of an output may depend on where its operands lie in memory; its value does not.
@@ -238,7 +238,7 @@ def _spread(tensor):
 
 @pytest.mark.parametrize("name", list(BORN))
 def test_values_are_those_of_the_models_own_initializers(ranks, name):
-    for key, numel, (mean, spread), (want_mean, want_spread) in ranks(2).run(born_and_built, name, timeout_s=120.0)[0]:
+    for key, numel, (mean, spread), (want_mean, want_spread) in ranks(2).run(born_and_built, name)[0]:
         if want_spread == 0:  # a constant
             assert (key, mean, spread) == (key, want_mean, 0)
             continue
@@ -257,7 +257,7 @@ def exact_buffers(rank, num_ranks, name):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_buffers_have_the_values_of_a_model_built_elsewhere(ranks, name):
-    assert ranks(2).run(exact_buffers, name, timeout_s=120.0) == [[], []]
+    assert ranks(2).run(exact_buffers, name) == [[], []]
 
 
 def ties(rank, num_ranks, plan, name):
@@ -276,7 +276,7 @@ def _tied(model):
 @pytest.mark.parametrize("name", ["own and torch's", "GPT-2"])
 @every_plan
 def test_tied_parameters_stay_one(ranks, name, plan):
-    assert ranks(2).run(ties, plan, name, timeout_s=120.0) == [True, True]
+    assert ranks(2).run(ties, plan, name) == [True, True]
 
 
 def rounded(rank, num_ranks, dtype):
@@ -287,7 +287,7 @@ def rounded(rank, num_ranks, dtype):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_values_are_drawn_in_fp32_and_rounded_once(ranks, dtype):
-    assert ranks(2).run(rounded, dtype, timeout_s=120.0) == [[], []]
+    assert ranks(2).run(rounded, dtype) == [[], []]
 
 
 def trained(rank, num_ranks, name):
@@ -308,7 +308,7 @@ def trained(rank, num_ranks, name):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_born_model_trains_alike_under_every_plan(ranks, name):
-    assert ranks(2).run(trained, name, timeout_s=120.0) == [{plan: [] for plan in PLANS}] * 2
+    assert ranks(2).run(trained, name) == [{plan: [] for plan in PLANS}] * 2
 
 
 def partly(rank, num_ranks, plan):

@@ -129,20 +129,20 @@ def differing(rank, num_ranks, base, runner, rule, precision, tolerance, tables=
 def test_every_table_trains_as_zero_0(ranks, rule, num_ranks):
     tolerance = 0 if rule in ROOTLESS else 1e-5
     arguments = differing, onefold.ZERO_0, run, rule, None, tolerance
-    assert ranks(num_ranks).run(*arguments, timeout_s=120.0) == [{}] * num_ranks
+    assert ranks(num_ranks).run(*arguments) == [{}] * num_ranks
 
 
 @rules_and_precisions
 def test_torchs_kernel_equals_the_device_bit_for_bit(ranks, rule, precision):
     arguments = differing, onefold.ZERO_0, in_torch, rule, PRECISIONS[precision], 0
-    assert ranks(2).run(*arguments, timeout_s=120.0) == [{}] * 2
+    assert ranks(2).run(*arguments) == [{}] * 2
 
 
 @rules_and_precisions
 def test_all_tables_equal_each_other_bit_for_bit(ranks, rule, precision):
     tables = tuple(TABLES) if rule in ROOTLESS else tuple(TABLES)[:NUM_TABLES]  # in a mix both kernels take roots
     arguments = differing, onefold.OFFLOAD, run, rule, PRECISIONS[precision], 0, tables
-    assert ranks(2).run(*arguments, timeout_s=120.0) == [{}] * 2
+    assert ranks(2).run(*arguments) == [{}] * 2
 
 
 # --- bytes

@@ -17,7 +17,7 @@ from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
 from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, train, weights
 
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 """A run that takes longer hangs: gloo itself would wait for minutes."""
 WHOLE_PLANS = ("zero_0", "zero_1", "zero_2")
 

@@ -60,7 +60,7 @@ def test_a_model_from_meta_gets_what_from_pretrained_gives(ranks, tmp_path, name
     want = build(MODELS[name])
     saved(want, tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    for state, out in ranks(num_ranks).run(loaded, MODELS[name], plan, tmp_path, timeout_s=120):
+    for state, out in ranks(num_ranks).run(loaded, MODELS[name], plan, tmp_path):
         assert {key: value.tolist() for key, value in state.items()} == {
             key: value.tolist() for key, value in want.state_dict().items()
         }

@@ -29,9 +29,9 @@ with replace.replacing(Path(sys.argv[1]), lambda name: name == "weights") as fre
 """
 DEATHS = {
     "while it writes": ("", "die()", "old"),
-    "before the exchange": ("replace._put_in_place = die", "", "old"),
+    "before the exchange": ("replace.put_in_place = die", "", "old"),
     "after the exchange": ("replace.shutil.rmtree = die", "", "new"),
-    "between two renames": (f"replace._exchange = lambda *paths: {EINVAL}; Path.rename = rename_or_die", "", None),
+    "between two renames": (f"replace.exchange = lambda *paths: {EINVAL}; Path.rename = rename_or_die", "", None),
 }
 
 
@@ -55,7 +55,7 @@ def test_a_process_that_is_killed_leaves_a_whole_directory(tmp_path, name):
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_replacement_takes_over_what_it_does_not_bring(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
-        monkeypatch.setattr(replace, "_exchange", lambda *paths: EINVAL)
+        monkeypatch.setattr(replace, "exchange", lambda *paths: EINVAL)
     target = tmp_path / "deep" / "out"
     for text, kept in (("one", []), ("two", ["link", "notes"])):
         with replacing(target, lambda name: name.startswith("weights")) as fresh:

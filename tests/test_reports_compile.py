@@ -72,14 +72,14 @@ def train_compiled(rank, num_ranks, case, plan):
 @two_plans
 @pytest.mark.parametrize("make", MODELS)
 def test_compiled_before_shard(ranks, make, plan):
-    ranks(2).run(train_compiled, Case(model=make, work=squared, steps=3), plan, timeout_s=120)
+    ranks(2).run(train_compiled, Case(model=make, work=squared, steps=3), plan)
 
 
 @every_plan
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_compiled_by_shard(ranks, plan, num_ranks):
     case = Case(model=Stack, work=squared, steps=3, options={"compile": True})
-    ranks(num_ranks).run(train_compiled, case, plan, timeout_s=120)
+    ranks(num_ranks).run(train_compiled, case, plan)
 
 
 def graphs_per_step(rank, num_ranks, make, plan, options):
@@ -101,7 +101,7 @@ def graphs_per_step(rank, num_ranks, make, plan, options):
 @pytest.mark.parametrize("make", [*MODELS, Stack])
 def test_nothing_is_compiled_again(ranks, make, plan):
     options = {"compile": True} if make is Stack else {}
-    for seen in ranks(2).run(graphs_per_step, make, plan, options, timeout_s=120):
+    for seen in ranks(2).run(graphs_per_step, make, plan, options):
         assert seen[0] > 0
         assert seen[2:] == [seen[1]] * 3
 
@@ -123,7 +123,7 @@ def compiled_after_shard(rank, num_ranks, plan):
 
 @two_plans
 def test_compiled_after_shard(ranks, plan):
-    ranks(2).run(compiled_after_shard, plan, timeout_s=120)
+    ranks(2).run(compiled_after_shard, plan)
 
 
 # --- in one graph
@@ -170,7 +170,7 @@ def trained_in_one_graph(rank, num_ranks, way, plan, options):
 @pytest.mark.parametrize("options", [{}, {"keep_bytes": 2000}], ids=["released", "kept"])
 @pytest.mark.parametrize("way", list(ONE_GRAPH))
 def test_blocks_compiled_by_shard_train_in_one_graph_each(ranks, way, options):
-    for breaks, graphs in ranks(2).run(trained_in_one_graph, way, "zero_3", options, timeout_s=120):
+    for breaks, graphs in ranks(2).run(trained_in_one_graph, way, "zero_3", options):
         assert breaks == 0
         assert 1 <= graphs <= 3  # blocks are alike: one graph for all of them, and what checkpoints recompute
 
@@ -197,4 +197,4 @@ def test_a_block_that_breaks_is_refused(ranks):
 
 @pytest.mark.parametrize("units", [(), ("blocks.*", "blocks.*.up")], ids=["one unit", "nested"])
 def test_what_has_units_inside_is_compiled_in_pieces(ranks, units):
-    assert min(ranks(2).run(in_pieces, Stack, units, timeout_s=120)) > 1
+    assert min(ranks(2).run(in_pieces, Stack, units)) > 1

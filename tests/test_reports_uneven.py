@@ -14,7 +14,7 @@ from onefold.errors import OnefoldError, OrderMismatchError
 from onefold.plan import NAMED_PLANS
 from ranks import PLANS, WIDTH, Block, Case, Stack, Turn, build, every_plan, plain, same, squared, train, weights
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 
 # --- parameters that only some ranks use
 

@@ -94,17 +94,28 @@ def test_an_error_keeps_its_type_and_names_its_rank(pool):
     assert pool.run(add_up, torch.ones(1))[0][2] == [2.0]
 
 
-def test_workers_survive_an_error_that_all_ranks_share(pool):
-    before = pool.run(process)
-    with pytest.raises(KeyError, match="everywhere"):
-        pool.run(fail_on_all)
-    assert pool.run(process) == before
+def test_workers_survive_an_error_that_all_ranks_share():
+    with RankPool(2, grace_s=240) as patient:  # on a busy machine one rank may be much later than the other
+        before = patient.run(process)
+        with pytest.raises(KeyError, match="everywhere"):
+            patient.run(fail_on_all)
+        assert patient.run(process) == before
+
+
+def hang(pool):
+    """What is said of a hang, once only the rank that does hang is left: on a busy machine that may take longer."""
+    for timeout_s in (2, 10, 60):
+        with pytest.raises(RankTimeoutError) as caught:
+            pool.run(wait_for_nobody, timeout_s=timeout_s)
+        if "still running: rank 0" not in str(caught.value):
+            break
+    return str(caught.value)
 
 
 def test_a_hang_shows_who_and_where(pool):
-    with pytest.raises(RankTimeoutError, match=r"still running: rank 1 of 2") as caught:
-        pool.run(wait_for_nobody, timeout_s=2)
-    assert "in wait_for_nobody" in str(caught.value)
+    said = hang(pool)
+    assert "still running: rank 1 of 2" in said
+    assert "in wait_for_nobody" in said
     assert pool.run(add_up, torch.ones(1))[1][2] == [2.0]
 
 

@@ -160,4 +160,4 @@ CASES = {
 @places
 @pytest.mark.parametrize("name", CASES)
 def test_hugging_face_models(ranks, name, plan, num_ranks):
-    ranks(num_ranks).run(train, CASES[name], plan, timeout_s=120)
+    ranks(num_ranks).run(train, CASES[name], plan)

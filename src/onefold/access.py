@@ -128,12 +128,7 @@ class _Gathered:
         for flat in unit.flats:
             self._session.comm.broadcast(flat.buffer.whole)
             before = self._before[id(flat)]
-            start = flat.trained.start if flat.trained else self._session.comm.shard * flat.layout.shard_numel
-            after = (
-                flat.buffer.whole[start : start + flat.weight.numel()]
-                if flat.weight.numel() < flat.layout.numel
-                else flat.buffer.whole
-            )
+            after = flat.buffer.whole[flat.start : flat.start + flat.weight.numel()]
             flat.arrival.wait_on_host()
             if flat.trained is None:
                 flat.weight.copy_(after)

@@ -140,15 +140,23 @@ class Builder:
             weight = rest.params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
             weight = self._comm.expose(weight) if rest.is_weight_exposed else weight
-        trained = self._train(layout, kind, rest, weight, source[updated], updated.start) if kind.is_trained else None
+        trained = self._train(layout, kind, rest, weight, source[updated]) if kind.is_trained else None
         buffer.settle()
         self._lanes.order_gather()
-        flat = Flat(names=names, params=params, buffer=buffer, weight=weight, trained=trained, rest=rest.params)
+        flat = Flat(
+            names=names,
+            params=params,
+            buffer=buffer,
+            weight=weight,
+            start=updated.start,
+            trained=trained,
+            rest=rest.params,
+        )
         if flat.has_twin:
             flat.publish(self._lanes, self._lanes.mark()).wait()
         return flat
 
-    def _train(self, layout: Layout, kind: _Kind, rest: Rest, weight: Tensor, source: Tensor, start: int) -> Trained:
+    def _train(self, layout: Layout, kind: _Kind, rest: Rest, weight: Tensor, source: Tensor) -> Trained:
         """What a trained flat has beside its compute weights; `source` holds the exact values of `weight`."""
         written, has_twin = weight, rest.params.tier != rest.optim.tier
         if has_twin:
@@ -157,7 +165,6 @@ class Builder:
         return Trained(
             master=self._master(written, source, rest.optim),
             gradients=self._gradients(layout, kind, rest),
-            start=start,
             numel=weight.numel(),
             rest=rest.optim,
             weight=written,

@@ -16,6 +16,7 @@ NCCL chooses its own order; there plans agree to rounding. Two axes are two such
 """
 
 import atexit
+import secrets
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold.conversation import Conversation, Line
 from onefold.errors import OrderMismatchError, ShardError
 from onefold.streams import Finish, Pending, Ticket
 
@@ -92,9 +94,12 @@ class Comm(Protocol):
         """Every rank's value, by rank. For set-up and errors only."""
         ...
 
-    def side_group(self) -> Any:
-        """A process group over host memory for work beside the loop, for libraries that want one; None where there is
-        but one rank. Made by the first call, which all ranks make."""
+    def control_group(self) -> Any:
+        """The process group over host memory, for libraries that want one; None where there is but one rank."""
+        ...
+
+    def conversation(self) -> Conversation:
+        """A new conversation, for work beside the loop. Every rank calls it."""
         ...
 
 
@@ -152,8 +157,11 @@ class LocalComm(CollectiveComm):
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def side_group(self) -> None:
+    def control_group(self) -> None:
         return None
+
+    def conversation(self) -> Conversation:
+        return Conversation(self.rank, self.num_ranks, None, 0)
 
 
 Families = tuple[tuple[int, ...], ...]
@@ -197,7 +205,7 @@ def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[s
             plane: [
                 dist.new_group(
                     list(ranks),
-                    backend="gloo" if plane in ("control", "side") else backend,
+                    backend="gloo" if plane == "control" else backend,
                     use_local_synchronization=is_partial,
                 )
                 for ranks in families
@@ -263,8 +271,15 @@ class _GroupComm(CollectiveComm):
         dist.all_gather_object(values, value, group=self._planes["control"])
         return values
 
-    def side_group(self) -> Any:
-        return _groups(self._families, self.backend, ("side",))["side"]
+    def control_group(self) -> Any:
+        return self._planes["control"]
+
+    def conversation(self) -> Conversation:
+        made, key = _made[dist.group.WORLD], (self._families, "line", ())
+        if key not in made:
+            made[key] = {"line": Line(self.rank, self.num_ranks, self.exchange_objects(secrets.token_hex(8))[0])}
+        line: Line = made[key]["line"]
+        return line.open(self.exchange_objects(line.next_tag())[0])
 
 
 class GlooComm(_GroupComm):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onefold.buffer import exact_dtype
 from onefold.errors import OptimizerError
-from onefold.session import session_of
+from onefold.session import Session, session_of
 from onefold.streams import Ticket
 from onefold.unit import Flat, Trained
 
@@ -45,6 +45,10 @@ class EMA:
             average.copy_(trained.master.load())
             self._averages.append((flat, trained, average))
 
+    def is_of(self, session: Session) -> bool:
+        """Whether it averages that session's model."""
+        return self._session is session
+
     @property
     def averages(self) -> list[tuple[Flat, Tensor]]:
         """Each flat buffer and the average of the elements that this rank updates, [numel], up to date."""
@@ -71,11 +75,13 @@ class EMA:
         self._swap()
         refuse = _refuser(self._session.readers)
         self._session.readers.append(refuse)
+        self._session.exchanged.append(self)
         try:
             yield
         finally:
+            self._session.exchanged.remove(self)
             self._session.readers.remove(refuse)
-            self._session.wait_for_readers()
+            self._session.wait_for_readers()  # a save that began inside reads the averages
             self._swap()
 
     @torch.no_grad()

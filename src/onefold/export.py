@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onefold.agree import united
 from onefold.dtypes import Precision
-from onefold.errors import OnefoldError, WeightsError
+from onefold.errors import WeightsError
 from onefold.meta import only
 from onefold.naming import Named, named_tensors, written_names
 from onefold.replace import replacing
@@ -69,7 +69,7 @@ def export(
     inner: Any = model._modules.get("_orig_mod", model)
     target = Path(out_dir)
     settings = (f"directory {target}", f"dtype {dtype}", f"max_file_bytes {max_file_bytes}")
-    check_between_steps(session, "onefold.export")
+    session.come_to_rest("onefold.export")
     with united(session.comm, "onefold.export", settings) as meet, torch.no_grad():
         _check(inner, max_file_bytes)
         window = _Window(session, Precision(params=dtype).params, meet)
@@ -97,7 +97,7 @@ def full_state_dict(model: nn.Module, *, dtype: "torch.dtype | str | None" = Non
     """
     session = session_of(model, "onefold.full_state_dict")
     inner: Any = model._modules.get("_orig_mod", model)
-    check_between_steps(session, "onefold.full_state_dict")
+    session.come_to_rest("onefold.full_state_dict")
     values: dict[str, Tensor] = {}
     with united(session.comm, "onefold.full_state_dict", (f"dtype {dtype}",)) as meet, torch.no_grad():
         window = _Window(session, Precision(params=dtype).params, meet)
@@ -127,19 +127,6 @@ def _check(model: Any, max_file_bytes: int) -> None:
             "adapters that model.add_adapter put inside a model cannot be exported apart; make them with "
             "peft.get_peft_model"
         )
-
-
-def check_between_steps(session: Session, what: str) -> None:
-    """Settle the model, so that shards and master weights are those after the latest step.
-
-    Raises:
-        OnefoldError: inside `gathered`, where weights may be written that are not kept yet.
-    """
-    session.runtime.settle()
-    session.runtime.catch_up()
-    session.reducer.finish()
-    if any(unit.pins for unit in session.runtime.units):
-        raise OnefoldError(f"{what} inside `with onefold.gathered(...)`: leave it first, so that its writes are kept")
 
 
 def _replace(target: Path, save: Callable[[Path], None]) -> None:

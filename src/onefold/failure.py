@@ -35,12 +35,14 @@ class Failure:
     Attributes:
         rank: the global rank.
         code: what a shell would show: the exit code, or 128 plus the number of the signal.
+        signal: the number of the signal that ended it; 0: it exited.
         ago_s: seconds between the rank's last words and now.
         words: its traceback, or the last lines that it wrote to stderr; empty when they are on the screen already.
     """
 
     rank: int
     code: int
+    signal: int = 0
     ago_s: float
     words: str
 
@@ -55,8 +57,8 @@ class Failure:
 
     def text(self, where: str = "") -> str:
         """What to print last: who failed and how, then its traceback."""
-        how = f"was ended by {_signal_name(self.code)}" if self.code > 128 else f"exited with code {self.code}"
-        hint = " (often the system, for want of memory: see `dmesg`)" if self.code == 128 + signal.SIGKILL else ""
+        how = f"was ended by {_signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
+        hint = " (often the system, for want of memory: see `dmesg`)" if self.signal == signal.SIGKILL else ""
         head = f"onefold run: rank {self.rank}{where} {how}{hint}"
         if not self.words:
             return f"{head}\n"
@@ -65,16 +67,24 @@ class Failure:
 
 
 def first(ended: Mapping[int, tuple[int, Path | None]]) -> Failure:
-    """The first failure among `ended`: {global rank: (exit code as `subprocess` tells it, its stderr or None)}.
+    """The first failure among `ended`: {global rank: (exit code as `subprocess` tells it, its stderr or None)}, those
+    that were noticed first coming first.
 
     Peers that fail in the wake of the first write their tracebacks after it; those that were ended on its account have
-    SIGTERM as their code.
+    SIGTERM as their code, and were noticed after it.
     """
-    own = {rank: end for rank, end in ended.items() if end[0] != -signal.SIGTERM} or ended
-    spoke = {rank: _last_write(path) for rank, (_, path) in own.items()}
-    rank = min(own, key=lambda each: (spoke[each], each))
-    code, path = own[rank]
-    return Failure(rank=rank, code=shell_code(code), ago_s=time.time() - spoke[rank], words=last_words(path))
+    rank = next(iter(ended))
+    if ended[rank][0] != -signal.SIGTERM:
+        own = {rank: end for rank, end in ended.items() if end[0] != -signal.SIGTERM}
+        rank = min(own, key=lambda each: (_last_write(own[each][1]), each))
+    code, path = ended[rank]
+    return Failure(
+        rank=rank,
+        code=shell_code(code),
+        signal=max(0, -code),
+        ago_s=time.time() - _last_write(path),
+        words=last_words(path),
+    )
 
 
 def shell_code(code: int) -> int:
@@ -102,8 +112,8 @@ def _last_write(path: Path | None) -> float:
     return path.stat().st_mtime if path is not None and path.exists() else time.time()
 
 
-def _signal_name(code: int) -> str:
+def _signal_name(number: int) -> str:
     try:
-        return signal.Signals(code - 128).name
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {code - 128}"
+        return f"signal {number}"

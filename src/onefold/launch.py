@@ -2,7 +2,8 @@
 
 What is added here: the words torchrun is given, each rank's cores, a check of the port, the exit code and last words
 of the rank that failed first, and the promise that nothing outlives the run: torchrun ends the ranks, whatever they
-started is found by a mark in its environment, and a rank whose launcher is killed dies with it (`start_rank.py`).
+started is found by a mark in its environment (`ending.py`), and a rank whose launcher is killed dies with it
+(`start_rank.py`).
 
 [Note: Dollars]
 torchrun replaces `${local_rank}` in every word of a script's command line, and `$$` by `$`. So that arguments arrive as
@@ -10,7 +11,9 @@ they were written, each `$` is doubled on the way in.
 """
 
 import contextlib
+import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -30,13 +33,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from onefold import affinity, failure, start_rank
+from onefold import affinity, ending, failure, interfaces, start_rank
 from onefold.errors import LaunchError
-
-_MARK = "ONEFOLD_RUN"
-"""The variable by which processes of a run are found; its value is new for each run."""
-_LEAVE_S = 3.0
-"""How long processes that ranks left behind may take to end themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +54,15 @@ class Node:
 
     Attributes:
         devices: the GPUs to show to the ranks; None leaves the choice to the environment.
-        num_nodes, min_nodes: with fewer than `num_nodes` machines left, but `min_nodes`, the run goes on.
+        num_nodes, min_nodes: with fewer than `num_nodes` machines left, but `min_nodes`, torchrun goes on.
         master: where the ranks meet; None picks a free port of this machine, and needs `num_nodes` to be 1.
-        name: how other machines reach this one; None leaves that to torchrun.
-        run_id: the same on all machines of a run.
+        peer: an address of another machine of the run; None: only `master` is known.
+        restarts: how often the whole run was started again before this.
         grace_s: how long ranks may take to end after SIGTERM or SIGINT.
         log_dir: each rank writes its own files there; None: everything goes to the screen, each line with its rank.
         cores: the cores to share out; None: all that this process may use; empty: ranks are not bound.
         reports: tell of a failure in a line for the launcher (on stderr), and obey signals that come on stdin.
+        silence_s: with `reports`, how long the launcher may be silent before it is taken for gone.
     """
 
     script: Script
@@ -73,14 +72,15 @@ class Node:
     min_nodes: int = 1
     node_rank: int = 0
     master: tuple[str, int] | None = None
-    name: str | None = None
-    run_id: str = "onefold"
+    peer: str | None = None
+    restarts: int = 0
     max_restarts: int = 0
     grace_s: int = 30
     log_dir: Path | None = None
     cores: tuple[int, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     reports: bool = False
+    silence_s: int = 60
 
     @property
     def elastic(self) -> bool:
@@ -108,11 +108,9 @@ def torchrun_words(node: Node, log_dir: Path, *, launcher: int) -> list[str]:
     `launcher`; 0 for none."""
     words = [f"--nproc-per-node={node.num_ranks}", f"--max-restarts={node.max_restarts}", "--monitor-interval=0.1"]
     if node.master is None:
-        words.append("--standalone")
+        words += ["--standalone", "--local-addr=127.0.0.1"]  # the machine's own name may mean nothing to itself
     else:
         words += _meeting(node, *node.master)
-    if node.name is not None:
-        words.append(f"--local-addr={node.name}")
     words.append(f"--log-dir={log_dir}")
     if not node.to_screen:
         words.append("--tee=3" if node.log_dir is None else "--redirects=3")
@@ -127,7 +125,7 @@ def _meeting(node: Node, address: str, port: int) -> list[str]:
         f"--nnodes={node.min_nodes}:{node.num_nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={address}:{port}",
-        f"--rdzv-id={node.run_id}",
+        "--rdzv-id=onefold",
         f"--rdzv-conf=is_host={int(node.node_rank == 0)}",
     ]
 
@@ -141,7 +139,7 @@ def _rank_words(node: Node, launcher: int) -> list[str]:
     if script.local_rank:
         args.insert(len(words), "--local_rank=${local_rank}")
     cores = ";".join(",".join(map(str, mine)) for mine in cores_of_ranks(node))
-    return ["-I", "-S", start_rank.__file__, "${local_rank}", str(launcher), cores, *args]
+    return ["-I", "-S", start_rank.__file__, "${local_rank}", str(launcher), str(node.restarts), cores, *args]
 
 
 def cores_of_ranks(node: Node) -> list[tuple[int, ...]]:
@@ -181,6 +179,12 @@ def prepare(node: Node) -> dict[str, str]:
     added["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun would say 1, and say so
         added["OMP_NUM_THREADS"] = str(_threads(node))
+    if node.elastic:
+        # torch 2.13 keeps one store for all attempts, where ranks find the addresses of those of the attempt before.
+        added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if node.master is not None and node.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interfaces.leading_to(node.peer or node.master[0])
+        added |= {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     os.environ.update(added)
     return added
 
@@ -205,21 +209,32 @@ def run(node: Node) -> int:
     if node.master is not None and node.node_rank == 0:
         check_port(node.master[1])
     mark = uuid.uuid4().hex
-    os.environ[_MARK] = mark
+    os.environ[ending.MARK] = mark
     if node.reports:
-        _obey_stdin()
-    with _log_folder(node) as folder:
+        _obey_stdin(node.silence_s)
+    with _log_folder(node) as folder, ending.signals(_signalled):
         code = _run(node, folder)
-    if code:
-        end_leftovers(mark)
+        if code:
+            ending.end_leftovers(mark)
     return code
 
 
+def _signalled(number: signal.Signals) -> SignalException:
+    return SignalException(f"got {number.name}", sigval=number)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what is said here anyway, in better words, and would stand after a rank's traceback."""
+    return not str(record.msg).startswith(("failed (exitcode", "Sending process %s closing signal"))
+
+
 def _run(node: Node, folder: Path) -> int:
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
     parsed = torchrun.parse_args(torchrun_words(node, folder, launcher=os.getpid()))
     if not hasattr(parsed, "shutdown_timeout") and node.grace_s != 30:
         print("onefold run: this torch gives ranks 30 s to end; --grace needs a newer one", file=sys.stderr)
     parsed.shutdown_timeout = node.grace_s
+    parsed.signals_to_handle = "SIGQUIT"  # the others are handled in ending.py, which torchrun would replace
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
@@ -244,7 +259,7 @@ def _tell(node: Node, failed: failure.Failure) -> None:
     sys.stderr.flush()
     if node.reports:
         sys.stderr.buffer.write(failed.encode())
-    elif not node.to_screen or failed.code > 128:
+    elif not node.to_screen or failed.signal:
         sys.stderr.write(failed.text())
     sys.stderr.flush()
 
@@ -298,34 +313,25 @@ def _owner(port: int) -> str:
         return ""
 
 
-def end_leftovers(mark: str) -> None:
-    """End what ranks started and left behind: SIGTERM, then SIGKILL."""
-    left = [process for process in psutil.process_iter() if process.pid != os.getpid() and _has(process, mark)]
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    for process in psutil.wait_procs(left, timeout=_LEAVE_S)[1]:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
-def _has(process: psutil.Process, mark: str) -> bool:
-    try:
-        return bool(process.environ().get(_MARK) == mark)
-    except (psutil.Error, OSError):  # another user's, or gone
-        return False
-
-
-def _obey_stdin() -> None:
-    """Let the launcher at the other end of stdin send signals, by name, a line each. Its end is a SIGTERM: when ssh or
-    the launcher dies, nothing of the run stays on this machine. Ranks get an empty stdin."""
-    commands = os.fdopen(os.dup(0), "rb", buffering=0)
+def _obey_stdin(silence_s: int) -> None:
+    """Let the launcher at the other end of stdin send signals, by name, a line each; an empty line says that it is
+    there. Its end, or a long silence, is a SIGTERM: when ssh, the launcher or the connection dies, nothing of the run
+    stays on this machine. Ranks get an empty stdin."""
+    commands = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
     def obey() -> None:
-        for line in iter(commands.readline, b""):
-            os.kill(os.getpid(), signal.Signals[line.decode().strip()])
+        rest = b""
+        while select.select([commands], [], [], silence_s)[0]:
+            read = os.read(commands, 1 << 10)
+            if not read:
+                break
+            *lines, rest = (rest + read).split(b"\n")
+            for name in filter(None, (line.decode().strip() for line in lines)):
+                os.kill(os.getpid(), signal.Signals[name])
+        else:
+            print(f"onefold run: nothing from the launcher for {silence_s} s; ending", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=obey, daemon=True).start()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onefold.comm import PLANES, Axis, CollectiveComm, Comm, Families, GlooComm, LocalComm, NcclComm, all_ranks
+from onefold.conversation import Conversation
 from onefold.errors import ShardError
 from onefold.streams import Chain, Finish
 
@@ -74,8 +75,11 @@ class GridComm(CollectiveComm):
     def exchange_objects(self, value: Any) -> list[Any]:
         return self._everyone.exchange_objects(value)
 
-    def side_group(self) -> Any:
-        return self._everyone.side_group()
+    def control_group(self) -> Any:
+        return self._everyone.control_group()
+
+    def conversation(self) -> Conversation:
+        return self._everyone.conversation()
 
 
 def connect(device: torch.device, mesh: Any = None) -> Comm:

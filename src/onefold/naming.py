@@ -26,22 +26,41 @@ class Named:
 
 
 def named_tensors(model: nn.Module) -> list[Named]:
-    """Every parameter and persistent buffer of `model` once.
+    """Every parameter and persistent buffer of a model of which nothing else has to be kept.
 
     Raises:
         WeightsError: a module keeps state that is no tensor.
     """
+    for prefix, module in modules_with_more(model).items():
+        raise WeightsError(
+            f"module {prefix!r} ({type(module).__name__}) has extra state (get_extra_state), which files of "
+            "weights cannot hold; make it a buffer"
+        )
+    return all_tensors(model)
+
+
+def modules_with_more(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules, by name, that keep state beside tensors: those with a `get_extra_state` of their own."""
+    return {
+        clean(prefix): module
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def clean(name: str) -> str:
+    """A name without what `torch.compile` adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def all_tensors(model: nn.Module) -> list[Named]:
+    """Every parameter and persistent buffer of `model` once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[Tensor, bool]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise WeightsError(
-                f"module {prefix!r} ({type(module).__name__}) has extra state (get_extra_state), which files of "
-                "weights cannot hold; make it a buffer"
-            )
         for key, tensor, is_param in _own(module):
             tensors.setdefault(id(tensor), (tensor, is_param))
-            names.setdefault(id(tensor), []).append(f"{prefix}.{key}".lstrip(".").replace("_orig_mod.", ""))
+            names.setdefault(id(tensor), []).append(clean(f"{prefix}.{key}".lstrip(".")))
     return [
         Named(tensor=tensor, names=tuple(names[key]), is_param=is_param) for key, (tensor, is_param) in tensors.items()
     ]

@@ -7,7 +7,9 @@ device; its class lets only metadata through, and its storage is empty. A constr
 (`nn.Transformer` initializes its layers' weights, Hugging Face the whole model's) wakes it, on all ranks alike, and it
 falls asleep again when enough others were woken. `shard` wakes the parameters of one unit at a time.
 
-Waking and falling asleep give a parameter new storage, so views that someone took before stay readable.
+Waking and falling asleep give a parameter new storage, so views that someone took before stay readable. It stays on the
+device that its constructor chose, so that what the constructor makes besides fits it; values travel over the device
+where ranks communicate.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +71,7 @@ class Nursery:
 
     Args:
         dtype: of floating-point parameters made while it is open; None leaves theirs.
-        rest: where parts are kept; None is where ranks communicate, as the parameters themselves are then.
+        rest: where parts are kept; None is where the parameters are.
         greet: called with each parameter before it falls asleep for the first time.
         way_out: how to use a parameter that sleeps, for messages.
     """
@@ -88,7 +90,7 @@ class Nursery:
         self._way_out = way_out
         self._dtype = dtype
         self._greet = greet
-        self._rest = self._device if rest is None else rest
+        self._rest = rest
         self._open = 0
         self._gathered = 0
         self._new: dict[int, tuple[str, nn.Parameter]] = {}
@@ -211,21 +213,20 @@ class Nursery:
             if kept is None:
                 self._greet(param)
             is_cast = kept is None and self._dtype is not None and param.is_floating_point()
-            value = param.data.to(self._device, self._dtype if is_cast else param.dtype).contiguous()
+            value = param.data.to(self._device, self._dtype if is_cast else param.dtype).contiguous()  # to be sent
             if value.numel():
                 self._comm.broadcast(value)
             flat = value.reshape(-1)
             each = -(-flat.numel() // self._comm.num_ranks)
-            part = torch.zeros(each, dtype=value.dtype, device=self._rest)
+            part = torch.zeros(each, dtype=value.dtype, device=param.device if self._rest is None else self._rest)
             mine = flat[self._comm.rank * each : (self._comm.rank + 1) * each]
             part[: mine.numel()] = mine
             param.__dict__["_onefold_kept"] = param.__dict__["_onefold_owner"] = _Kept(self, name, type(param), part)
-            param.data = value
             self._hide(param)
 
     def _hide(self, param: nn.Parameter) -> None:
         kept: _Kept = param.__dict__["_onefold_kept"]
-        hollow = torch.empty(param.shape, dtype=kept.part.dtype, device=self._device)
+        hollow = torch.empty(param.shape, dtype=kept.part.dtype, device=param.device)
         hollow.untyped_storage().resize_(0)
         param.data = hollow
         param.__class__ = Asleep  # type: ignore[assignment]
@@ -236,13 +237,13 @@ class Nursery:
                 continue
             kept: _Kept = param.__dict__["_onefold_kept"]
             with metadata_only():
-                shape = param.shape
+                shape, device = param.shape, param.device
             part = kept.part.to(self._device)
             whole = torch.empty(part.numel() * self._comm.num_ranks, dtype=part.dtype, device=self._device)
             if part.numel():
                 Ticket(self._comm.all_gather(whole, part)).wait()
             param.__class__ = kept.cls
-            param.data = whole[: shape.numel()].view(shape).clone()
+            param.data = whole[: shape.numel()].view(shape).to(device, copy=True)
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
         """Wake `params` for good: they are ordinary parameters again."""

@@ -84,6 +84,10 @@ class Optimizer(torch.optim.Optimizer):
         self._delay_after = self._allow_delay(delay_after) if delayed else None
         self.num_updates = 0
 
+    def is_of(self, session: Session) -> bool:
+        """Whether it updates that session's model."""
+        return self._session is session
+
     @property
     def loss_scale(self) -> float:
         """The factor gradients are scaled by inside the model."""

@@ -76,7 +76,7 @@ class Options:
     ] = False
     ssh_command: Annotated[
         str, _option("What reaches a machine: run with its name and a command line.", "ssh_command")
-    ] = "ssh -o BatchMode=yes"
+    ] = "ssh"
     ssh_port: Annotated[int | None, _option("Port of ssh.", "ssh_port", min=1, max=65535)] = None
     force_multi: Annotated[bool, _option("Use ssh even where the only host is this machine.", "force_multi")] = False
     env: Annotated[
@@ -131,9 +131,10 @@ class Options:
     no_ssh_check: Annotated[bool, _hidden("no_ssh_check")] = False
     # what the launcher tells a node
     as_node: Annotated[bool, _hidden("as_node")] = False
-    node_name: Annotated[str, _hidden("node_name")] = ""
+    peer: Annotated[str, _hidden("peer")] = ""
+    restarts: Annotated[int, _hidden("restarts")] = 0
+    silence: Annotated[int, _hidden("silence")] = 60
     devices: Annotated[str, _hidden("devices")] = ""
-    run_id: Annotated[str, _hidden("run_id")] = ""
 
     @property
     def scheduler(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from onefold.comm import Axis, Comm
+from onefold.conversation import Conversation
 from onefold.streams import Finish
 
 Inner = TypeVar("Inner", bound=Comm)
@@ -51,8 +52,11 @@ class OverComm(Generic[Inner]):
     def exchange_objects(self, value: Any) -> list[Any]:
         return self.inner.exchange_objects(value)
 
-    def side_group(self) -> Any:
-        return self.inner.side_group()
+    def control_group(self) -> Any:
+        return self.inner.control_group()
+
+    def conversation(self) -> Conversation:
+        return self.inner.conversation()
 
 
 class CountingComm(OverComm[Axis]):

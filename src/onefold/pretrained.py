@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from onefold.agree import united
 from onefold.errors import WeightsError
-from onefold.export import check_between_steps
 from onefold.layout import boxes
 from onefold.naming import Matching, Named, named_tensors
-from onefold.session import Session, session_of
+from onefold.session import session_of
 from onefold.tensorfiles import Stored, StoredTensors
 from onefold.unit import Flat
 
@@ -50,7 +49,7 @@ def load_pretrained(model: nn.Module, directory: "str | Path", *, strict: bool =
     """
     session = session_of(model, "onefold.load_pretrained")
     inner = model._modules.get("_orig_mod") or model
-    check_between_steps(session, "onefold.load_pretrained")
+    session.come_to_rest("onefold.load_pretrained")
     session.wait_for_readers()  # a save under way may read what rests on the host
     path = Path(directory)
     with united(session.comm, "onefold.load_pretrained", (f"directory {path}", f"strict {strict}")) as meet:
@@ -66,7 +65,7 @@ def load_pretrained(model: nn.Module, directory: "str | Path", *, strict: bool =
         with torch.no_grad():
             for unit in session.runtime.units:
                 for flat in unit.flats:
-                    _read_flat(flat, names, files, session)
+                    _read_flat(flat, names, files)
                 meet()
                 unit.show_stored(unit.flats)
             for named, name in matching.pairs:
@@ -102,21 +101,20 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
-def _read_flat(flat: Flat, names: Mapping[int, str], files: StoredTensors, session: Session) -> None:
+def _read_flat(flat: Flat, names: Mapping[int, str], files: StoredTensors) -> None:
     """Read this rank's part of one flat buffer, into its exact weights if it is trained."""
     flat.arrival.wait_on_host()
     if flat.trained is None:
-        start = session.comm.shard * flat.layout.shard_numel if flat.weight.numel() < flat.layout.numel else 0
-        _fill(flat.weight, start, flat, names, files)
+        _fill(flat.weight, flat, names, files)
         return
     exact = flat.trained.master.load()
-    _fill(exact, flat.trained.start, flat, names, files)
+    _fill(exact, flat, names, files)
     flat.trained.master.store(exact)
 
 
-def _fill(values: Tensor, start: int, flat: Flat, names: Mapping[int, str], files: StoredTensors) -> None:
-    """Put what the files have into `values`, elements `[start, start + len(values))` of a flat buffer."""
-    for piece in flat.layout.pieces_between(start, start + values.numel()):
+def _fill(values: Tensor, flat: Flat, names: Mapping[int, str], files: StoredTensors) -> None:
+    """Put what the files have into `values`, this rank's weights of a flat buffer in whatever form."""
+    for piece in flat.pieces:
         name = names.get(id(flat.params[piece.slot]))
         if name is None:
             continue

@@ -7,10 +7,11 @@ process leaves beside the target is one directory of a known name, and the next 
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_char_p, c_int, c_uint, get_errno
 from errno import EINVAL, ENOSYS
 from pathlib import Path
+from typing import Protocol
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -48,7 +49,7 @@ def replacing(target: Path, is_replaced: Callable[[str], bool]) -> Iterator[Path
             fresh.chmod(target.stat().st_mode)
             _carry(target, fresh, is_replaced)
         _sync(fresh)
-        _put_in_place(fresh, target, aside)
+        put_in_place(fresh, target, aside, _System())
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -92,29 +93,52 @@ def _sync_one(path: Path) -> None:
         os.close(opened)
 
 
-def _put_in_place(fresh: Path, target: Path, aside: Path) -> None:
+class System(Protocol):
+    """What a change of names needs."""
+
+    def rename(self, source: Path, target: Path) -> None: ...
+
+    def exchange(self, one: Path, other: Path) -> int:
+        """Exchange two names in one step. Returns 0, or the errno."""
+        ...
+
+
+def put_in_place(fresh: Path, target: Path, aside: Path, system: System) -> None:
     """Give `fresh` the name of `target`, in one step; a directory that had it gets the name of `fresh`.
 
     Where the file system cannot exchange two names (some network file systems), the old directory is set aside in
-    between: a process killed between the two renames leaves it whole as `aside`.
+    between: a process killed between the two renames leaves it whole as `aside`, which must not be there.
+
+    Raises:
+        OSError: the file system refuses. `target` is as it was, or, should it refuse twice, is `aside`.
     """
     if not target.exists():
-        fresh.rename(target)
+        system.rename(fresh, target)
         return
-    failure = _exchange(fresh, target)
+    failure = system.exchange(fresh, target)
     if failure in (EINVAL, ENOSYS):
-        target.rename(aside)
+        system.rename(target, aside)
         try:
-            fresh.rename(target)
+            system.rename(fresh, target)
         except OSError:
-            aside.rename(target)
+            with suppress(OSError):  # the first failure is the one to tell
+                system.rename(aside, target)
             raise
-        aside.rename(fresh)
+        with suppress(OSError):  # it is in nobody's way: who replaces next removes it
+            system.rename(aside, fresh)
     elif failure:
         raise OSError(failure, os.strerror(failure), str(target))
 
 
-def _exchange(one: Path, other: Path) -> int:
+class _System:
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> int:
+        return exchange(one, other)
+
+
+def exchange(one: Path, other: Path) -> int:
     """Exchange two names in one step (renameat2, which Python does not offer). Returns 0, or the errno."""
     library = CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):

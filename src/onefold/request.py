@@ -9,12 +9,12 @@ import shlex
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from onefold import affinity, hostfile, launch, nodes, schedulers, variables
+from onefold import affinity, attempts, hostfile, launch, reach, schedulers, variables
+from onefold.attempts import Cluster
 from onefold.errors import LaunchError
 from onefold.hostfile import Host
 from onefold.launch import Node, Script
@@ -44,7 +44,7 @@ def start(options: Options, path: str, args: Sequence[str]) -> int:
     hosts = _hosts(options)
     if options.node_rank is not None or hosts is None or _only_here(options, hosts):
         return _start_here(options, _here(options, script, hosts))
-    return _start_there(options, _there(options, script, hosts))
+    return _start_there(options, script, hosts)
 
 
 def _check(options: Options) -> None:
@@ -158,8 +158,9 @@ def _here(options: Options, script: Script, hosts: Sequence[Host] | None) -> Nod
         min_nodes=_min_nodes(options, num_nodes),
         node_rank=rank,
         master=_master_here(options, num_nodes),
-        name=options.node_name or None,
-        run_id=options.run_id or "onefold",
+        peer=options.peer or None,
+        restarts=options.restarts,
+        silence_s=options.silence,
     )
     if hosts is not None:
         slots = hosts[rank].slots
@@ -180,6 +181,8 @@ def _min_nodes(options: Options, num_nodes: int) -> int:
     least = num_nodes if options.min_nodes is None else options.min_nodes
     if least > num_nodes:
         raise LaunchError(f"--min_nodes {least}: there are {num_nodes} machine(s)")
+    if least < num_nodes and not options.max_restarts:
+        raise LaunchError(f"--min_nodes {least} needs --max_restarts: to go on with fewer machines is to start again")
     return least
 
 
@@ -225,53 +228,31 @@ def _start_here(options: Options, node: Node) -> int:
 # --- on the machines of a hostfile
 
 
-def _there(options: Options, script: Script, hosts: Sequence[Host]) -> list[tuple[str, Node]]:
-    base = replace(
-        _base(options, script),
-        num_nodes=len(hosts),
-        min_nodes=_min_nodes(options, len(hosts)),
-        run_id=uuid.uuid4().hex,
-        master=_master_there(options, hosts[0]),
-    )
+def _start_there(options: Options, script: Script, hosts: Sequence[Host]) -> int:
+    cluster = _cluster(options, script, hosts)
+    if not options.dry_run:
+        return attempts.run(cluster)
+    for words in attempts.first_commands(cluster).values():
+        print(shlex.join(words))
+    return 0
+
+
+def _cluster(options: Options, script: Script, hosts: Sequence[Host]) -> Cluster:
+    base = replace(_base(options, script), max_restarts=0)  # the launcher starts all machines again, not each its own
     here = launch.environ()
     path = os.pathsep.join(filter(None, (str(Path.cwd()), here.get("PYTHONPATH"))))  # as DeepSpeed's launcher
     travel = {**variables.forwarded(here), "PYTHONPATH": path, **base.environment}
-    return [
-        (
-            host.name,
-            replace(
-                base,
-                num_ranks=len(host.slots),
-                devices=tuple(map(str, host.slots)),
-                name=host.name.rpartition("@")[2],
-                environment=travel,
-            ),
-        )
-        for host in hosts
-    ]
-
-
-def _master_there(options: Options, first: Host) -> tuple[str, int]:
-    if options.master_addr and options.master_port:
-        return options.master_addr, options.master_port
-    address, port = nodes.meeting(_ssh(options), first.name)
-    return options.master_addr or address, options.master_port or port
-
-
-def _ssh(options: Options) -> list[str]:
-    words = shlex.split(options.ssh_command)
-    if not words:
-        raise LaunchError("--ssh_command is empty")
-    return words if options.ssh_port is None else [*words, "-p", str(options.ssh_port)]
-
-
-def _start_there(options: Options, parts: Sequence[tuple[str, Node]]) -> int:
-    commands = nodes.commands(parts, _ssh(options), Path.cwd())
-    if options.dry_run:
-        for words in commands.values():
-            print(shlex.join(words))
-        return 0
-    return nodes.run(commands, min_nodes=parts[0][1].min_nodes, grace_s=options.grace)
+    return Cluster(
+        parts={
+            host.name: replace(base, num_ranks=len(host.slots), devices=tuple(map(str, host.slots)), environment=travel)
+            for host in hosts
+        },
+        ssh=reach.ssh_words(options.ssh_command, options.ssh_port),
+        folder=Path.cwd(),
+        min_nodes=_min_nodes(options, len(hosts)),
+        max_restarts=options.max_restarts,
+        master=(options.master_addr or None, options.master_port),
+    )
 
 
 # --- by a scheduler
@@ -285,7 +266,7 @@ def _schedule(options: Options, script: Script) -> int:
     if not ranks:
         raise LaunchError(f"--{options.scheduler} needs --num_gpus (or --nproc without GPUs): ranks on each machine")
     job = schedulers.Job(
-        name=options.job_name or schedulers.job_name(script.path),
+        name=schedulers.check_name(options.job_name or schedulers.job_name(script.path), options.scheduler),
         words=_words(options, script),
         num_nodes=options.num_nodes or 1,
         ranks=ranks,
@@ -304,7 +285,11 @@ def _schedule(options: Options, script: Script) -> int:
 
 def _sbatch_lines(options: Options) -> list[str]:
     named = (("account", options.account), ("comment", options.comment))
-    return [*options.sbatch, *(f"--{name}={shlex.quote(value)}" for name, value in named if value)]
+    lines = [*options.sbatch, *(f"--{name}={shlex.quote(value)}" for name, value in named if value)]
+    for line in lines:
+        if not line.startswith("-") or len(line.splitlines()) != 1:
+            raise LaunchError(f"--sbatch {line!r}: expected one line with an option of sbatch, e.g. --partition=long")
+    return lines
 
 
 def _words(options: Options, script: Script) -> list[str]:

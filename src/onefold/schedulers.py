@@ -39,6 +39,26 @@ class Job:
     restarts: int = 0
 
 
+_NAMES = {
+    "slurm": (r"[A-Za-z0-9_.+-]+", "letters, digits and _ . + -"),
+    "kubernetes": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "a lower-case letter, then at most 39 of a-z, 0-9 and -"),
+}
+_UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""What JSON may hold as it is, and YAML takes for a line break or refuses."""
+
+
+def check_name(name: str, scheduler: str) -> str:
+    """`name`, if the scheduler takes it.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    pattern, words = _NAMES["slurm" if scheduler == "slurm" else "kubernetes"]
+    if not re.fullmatch(pattern, name):
+        raise LaunchError(f"--job_name {name!r}: --{scheduler} needs {words}")
+    return name
+
+
 def job_name(script: str) -> str:
     """A name that Slurm and Kubernetes both take, from the script's."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:40].strip("-")
@@ -164,10 +184,15 @@ def _yaml(value: object, indent: int = 0) -> str:
         return "".join(f"{pad}{key}:{_below(each, indent + 1)}" for key, each in value.items())
     if isinstance(value, list) and value:
         return "".join(f"{pad}-{_below(each, indent + 1)}" for each in value)
-    return f"{pad}{json.dumps(value, ensure_ascii=False)}\n"
+    return f"{pad}{_scalar(value)}\n"
 
 
 def _below(value: object, indent: int) -> str:
     if isinstance(value, Mapping | list) and value:
         return f"\n{_yaml(value, indent)}"
-    return f" {json.dumps(value, ensure_ascii=False)}\n"
+    return f" {_scalar(value)}\n"
+
+
+def _scalar(value: object) -> str:
+    # Not all escaped: JSON writes what is beyond U+FFFF as two halves, which YAML does not put together again.
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

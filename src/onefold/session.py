@@ -41,6 +41,8 @@ class Session:
     """Waits for those who read resting state beside the loop (a save under way)."""
     saves: list[Callable[[], None]] = field(default_factory=list)
     """Waits for the saves under way."""
+    exchanged: list[object] = field(default_factory=list)
+    """Averages that are in the place of the weights now."""
     optimizer: Callable[[], Any] = lambda: None
     """The optimizer made last for this model; None before there is one, and once it is gone."""
     room: Tensor | None = None
@@ -51,6 +53,20 @@ class Session:
 
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
         self.runtime.touch(params, func)
+
+    def come_to_rest(self, what: str) -> None:
+        """Settle the model, so that shards and exact weights are those after the latest step.
+
+        Raises:
+            OnefoldError: inside `gathered`, where weights may be written that are not kept yet; `what` needs it.
+        """
+        self.runtime.settle()
+        self.runtime.catch_up()
+        self.reducer.finish()
+        if any(unit.pins for unit in self.runtime.units):
+            raise OnefoldError(
+                f"{what} inside `with onefold.gathered(...)`: leave it first, so that its writes are kept"
+            )
 
     def wait_for_saves(self) -> None:
         """Come back when no save is under way.

@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 from onefold.errors import OnefoldError
 
-_GRACE_S = 3.0
-"""How long the other ranks may go on after one has failed: they mostly wait for it, in vain."""
+_DEATH_S = 30.0
+"""How long a process may take to end once its connection has closed."""
 _START_S = 120.0
 """How long a worker may take to start: importing torch on a busy machine is slow."""
 _LEAVE = b"leave"
@@ -106,7 +106,7 @@ class _Worker:
             return _Outcome(error=died)
 
     def exit_code(self) -> int | None:
-        self.process.join(_GRACE_S)
+        self.process.join(_DEATH_S)
         return self.process.exitcode
 
     def stack(self) -> str:
@@ -181,15 +181,17 @@ class RankPool:
     Args:
         num_ranks: ranks of every run.
         workers: processes to share with other pools; None makes some for this pool alone.
+        grace_s: how long the other ranks may go on after one has failed: they mostly wait for it, in vain.
     """
 
-    def __init__(self, num_ranks: int, *, workers: Workers | None = None) -> None:
+    def __init__(self, num_ranks: int, *, workers: Workers | None = None, grace_s: float = 3.0) -> None:
         if num_ranks < 1:
             raise ValueError(f"a RankPool has at least 1 rank, not {num_ranks}")
         self.num_ranks = num_ranks
         self._workers = Workers() if workers is None else workers
+        self._grace_s = grace_s
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """Call `fn(rank, num_ranks, *args)` on every rank and return what each returned, in rank order.
 
         Args:
@@ -209,9 +211,9 @@ class RankPool:
             task = _Task(meeting=meeting, num_ranks=self.num_ranks, path=list(sys.path), call=call, timeout_s=timeout_s)
             for worker in workers:
                 worker.tasks.send_bytes(pickle.dumps(task))
-            outcomes = _outcomes(workers, timeout_s)
+            outcomes = _outcomes(workers, timeout_s, self._grace_s)
             is_good = all(outcome.error is None for outcome in outcomes.values())
-            patience_s = timeout_s if is_good else _GRACE_S
+            patience_s = timeout_s if is_good else self._grace_s
             stuck = _leave(workers, patience_s) if len(outcomes) == len(workers) else []
             healthy = len(outcomes) == len(workers) and not stuck
         finally:
@@ -233,7 +235,7 @@ class RankPool:
         self.close()
 
 
-def _outcomes(workers: Sequence[_Worker], timeout_s: float) -> dict[int, _Outcome]:
+def _outcomes(workers: Sequence[_Worker], timeout_s: float, grace_s: float) -> dict[int, _Outcome]:
     """Outcomes by rank, as they came in. After a first error the others get only a short grace, and may be missing."""
     deadline = time.monotonic() + timeout_s
     running = list(workers)
@@ -246,7 +248,7 @@ def _outcomes(workers: Sequence[_Worker], timeout_s: float) -> dict[int, _Outcom
             running.remove(worker)
             outcomes[worker.rank] = worker.outcome()
             if outcomes[worker.rank].error is not None:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     if running and all(outcome.error is None for outcome in outcomes.values()):
         stacks = "\n".join(f"--- rank {worker.rank}\n{worker.stack()}" for worker in running)
         names = ", ".join(str(worker.rank) for worker in running)

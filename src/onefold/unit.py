@@ -22,7 +22,7 @@ from onefold.buffer import Buffer, Master
 from onefold.comm import Comm
 from onefold.gradients import Gradients
 from onefold.labels import label
-from onefold.layout import Layout
+from onefold.layout import Layout, Piece
 from onefold.plan import Tier
 from onefold.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
 from onefold.streams import Lanes, Ticket
@@ -35,8 +35,6 @@ class Trained:
 
     master: Master
     gradients: Gradients
-    start: int
-    """Index in the flat buffer of the first element this rank updates."""
     numel: int
     """Elements this rank updates."""
     rest: Storehouse
@@ -60,6 +58,8 @@ class Flat:
     buffer: Buffer
     weight: Tensor
     """The compute weights this rank keeps: its shard, a view of its range, or the whole buffer."""
+    start: int
+    """Index in the flat buffer of the first of them."""
     trained: Trained | None
     rest: Storehouse
     """Where `weight` rests."""
@@ -79,6 +79,11 @@ class Flat:
     @property
     def layout(self) -> Layout:
         return self.buffer.layout
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts of parameters that `weight` holds; they are those that this rank updates."""
+        return self.layout.pieces_between(self.start, self.start + self.weight.numel())
 
     @property
     def has_twin(self) -> bool:

@@ -126,7 +126,7 @@ class _Update(Generic[Work]):
         self._key = key
         self._groups = groups
         self._dtype = exact_dtype(slots.flat.weight.dtype)
-        self._pieces = slots.flat.layout.pieces_between(trained.start, trained.start + trained.numel)
+        self._pieces = slots.flat.pieces
 
     def prepare(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> Callable[[], None] | None:
         slots = {slot for slot, group in enumerate(self._groups) if group is not None and (*self._key, slot) in active}

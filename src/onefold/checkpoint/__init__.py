@@ -3,7 +3,8 @@
 [Note: Saving beside training]
 An asynchronous save copies what rests on the device to the host and returns. What rests on the host is read where it
 is, while the next forward and backward run; the next `optimizer.step` waits until it has been read. Files are written
-by a thread of its own, over a process group of its own. A save waits for the one before it.
+by a thread of its own. Ranks tell each other how it went over connections of its own: a script may end, fail, or call
+`destroy_process_group` meanwhile, and the save is finished all the same. A save waits for the one before it.
 """
 
 from functools import partial
@@ -11,10 +12,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from onefold.ema import EMA
-from onefold.errors import CheckpointError
 from onefold.optimizer import Optimizer
 from onefold.session import session_of
 
@@ -69,13 +70,13 @@ def save(
     from onefold.checkpoint.files import Files
 
     session = session_of(model, "onefold.save")
-    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
-        raise CheckpointError(f"keep_last={keep_last!r}: give the number of checkpoints to keep, 1 or more, or None")
     wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
     collect = partial(
         contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
     )
-    return saving.save(session, Path(path).absolute(), collect, wishes)
+    with torch.inference_mode(False), torch.no_grad():  # what is kept for the next save is used outside, too
+        contents.check_same(session, optimizer, ema)
+        return saving.save(session, Path(path).absolute(), collect, wishes)
 
 
 def load(
@@ -120,4 +121,5 @@ def load(
     session = session_of(model, "onefold.load")
     job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, progress)
     rest = loading.Rest(scheduler=scheduler, loader=loader, random_states=random_states)
-    return loading.load(session, Path(path).absolute(), job, rest)
+    with torch.inference_mode(False), torch.no_grad():
+        return loading.load(session, Path(path).absolute(), job, rest)

@@ -1,7 +1,7 @@
 """Owns how values that are not shards become JSON and back: exactly, and without running anybody's code.
 
-Invariant: `decode(json.loads(json.dumps(encode(value))))` has the same types and bits as `value`. What cannot be said
-in this way is refused when it is saved, by the path that leads to it.
+Invariant: `decode(json.loads(json.dumps(encode(value))))` has the same types and bits as `value`, but that mappings are
+dicts and parameters tensors. What cannot be said in this way is refused when it is saved, by the path that leads to it.
 """
 
 import base64
@@ -16,35 +16,42 @@ from torch import Tensor
 from onefold.errors import CheckpointError
 
 _TAG = "$"
-_PLAIN = (bool, int, str, type(None))
+_PLAIN = (bool, str, type(None))
+_MOST_DEEP = 100
+_LONG = 2**63
+"""From here on numbers are written to base 16: Python limits how many digits it reads to base 10."""
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
 
 Keep = Callable[[Tensor], str]
 """Puts a tensor aside; returns the name to find it by."""
 
 
-def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
-    """`value` in terms of JSON. Tensors go to `keep`, or into the text.
+def encode(value: Any, where: str, keep: Keep | None = None, depth: int = 0) -> Any:
+    """`value` in terms of JSON. Tensors go to `keep`, or into the text. `depth` is that of `where`.
 
     Raises:
         CheckpointError: it holds something else than numbers, strings, bytes, tensors, arrays and containers of them.
     """
+    if depth > _MOST_DEEP:
+        raise CheckpointError(f"{where[:80]}... is nested more than {_MOST_DEEP} deep, or holds itself")
     if type(value) in _PLAIN:
         return value
+    if type(value) is int:
+        return value if abs(value) < _LONG else {_TAG: "int", "value": hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, Tensor):
         return _encode_tensor(value, where, keep)
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "value": dtype_name(value)}
-    if isinstance(value, (bytes, bytearray)):
-        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if type(value) in (bytes, bytearray):
+        return {_TAG: type(value).__name__, "value": base64.b64encode(value).decode()}
     if isinstance(value, Mapping) and hasattr(value, "items"):
-        return _encode_mapping(value, where, keep)
-    if type(value) is list:
-        return [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
-    if type(value) in (tuple, set, frozenset, torch.Size):
-        kind = "tuple" if type(value) in (tuple, torch.Size) else "set"
-        return {_TAG: kind, "items": [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]}
+        return _encode_mapping(value, where, keep, depth + 1)
+    if type(value) in (list, *_SEQUENCES.values()):
+        items = [encode(item, f"{where}[{index}]", keep, depth + 1) for index, item in enumerate(value)]
+        kind = next((kind for kind, each in _SEQUENCES.items() if type(value) is each), None)
+        return items if kind is None else {_TAG: kind, "items": items}
     array = _as_array(value)
     if array is not None:
         return array
@@ -75,17 +82,17 @@ def _encode_tensor(value: Tensor, where: str, keep: Keep | None) -> Any:
     }
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str, keep: Keep | None) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], where: str, keep: Keep | None, depth: int) -> Any:
+    items = [(key, encode(item, f"{where}[{key!r}]", keep, depth)) for key, item in value.items()]
     if all(type(key) is str for key in value) and _TAG not in value:
-        return {key: encode(item, f"{where}[{key!r}]", keep) for key, item in value.items()}
-    pairs = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
-    return {_TAG: "dict", "items": pairs}
+        return dict(items)
+    return {_TAG: "dict", "items": [[encode(key, f"a key of {where}", None, depth), item] for key, item in items]}
 
 
 def _as_array(value: Any) -> Any:
     numpy = sys.modules.get("numpy")  # who has its arrays has imported it
-    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.hasobject:
-        return None
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.kind in "OV":
+        return None  # objects, and records, whose fields a name of a dtype does not tell
     raw = numpy.ascontiguousarray(value).tobytes()
     return {
         _TAG: "array" if isinstance(value, numpy.ndarray) else "scalar",
@@ -119,12 +126,14 @@ def _decode_tagged(value: Mapping[str, Any], fetch: Callable[[str], Tensor] | No
             return float(value["value"])
         case "dtype":
             return dtype_of(value["value"])
+        case "int":
+            return int(value["value"], 16)
         case "bytes":
             return base64.b64decode(value["value"])
-        case "tuple":
-            return tuple(decode(item, fetch) for item in value["items"])
-        case "set":
-            return {decode(item, fetch) for item in value["items"]}
+        case "bytearray":
+            return bytearray(base64.b64decode(value["value"]))
+        case kind if kind in _SEQUENCES:
+            return _SEQUENCES[kind](decode(item, fetch) for item in value["items"])
         case "dict":
             return {decode(key, fetch): decode(item, fetch) for key, item in value["items"]}
         case "tensor" if "key" in value:

@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from onefold.buffer import SplitMaster
-from onefold.checkpoint.codec import dtype_name, encode
+from onefold.checkpoint.codec import Keep, dtype_name, encode
 from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, param_names, persistent_buffers, whole_entry
 from onefold.ema import EMA
-from onefold.errors import WeightsError
-from onefold.naming import named_tensors, written_names
+from onefold.errors import CheckpointError, WeightsError
+from onefold.naming import all_tensors, modules_with_more, named_tensors, written_names
 from onefold.optimizer import Optimizer
 from onefold.session import Session
 
@@ -41,17 +41,22 @@ def collect(
     ema: EMA | None,
     extra: Any,
 ) -> Contents:
-    """All that a run needs to go on, as this rank has it."""
+    """All that a run needs to go on, as this rank has it.
+
+    Raises:
+        CheckpointError: something of it cannot be saved.
+    """
+    check_given(session, optimizer, ema)
     entries, aside = list(own_entries(session, optimizer, ema)), Aside()
     is_first = session.comm.rank == 0
-    schedulers = several(scheduler)
+    schedulers, buffers = several(scheduler), persistent_buffers(model)
     shared = {
         **stamp(),
         "num_ranks": session.comm.num_ranks,
         "plan": str(session.plan),
         "params": _params(session),
         "tied": _tied(model),
-        "buffers": {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()},
+        "buffers": {name: list(buffer.shape) for name, buffer in buffers.items()},
         "scaler": encode(session.scaler.state_dict(), "the loss scale"),
         "optimizer": None if optimizer is None else _optimizer(session, optimizer),
         "has_ema": ema is not None,
@@ -63,9 +68,10 @@ def collect(
         "loader": None if loader is None else encode(loader.state_dict(), "the state of loader"),
     }
     if is_first:
-        entries += [*buffer_entries(model), *aside.entries()]
+        shared["module_states"] = _module_states(model, aside.keep)
+        entries += [*buffer_entries(buffers), *aside.entries()]
         shared["files"] = _files(model)
-        shared["empty"] = aside.empty()
+        shared["empty"] = aside.empty() | empty_buffers(buffers)
     return Contents(shared=shared, own=own, entries=entries)
 
 
@@ -87,6 +93,11 @@ class Aside:
     def empty(self) -> dict[str, Any]:
         """Shape and dtype of those that have none."""
         return {entry.key: [list(entry.shape), dtype_name(entry.dtype)] for entry in self._kept if not entry.stop}
+
+
+def empty_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Shape and dtype of those that have no elements."""
+    return {f"buffer.{name}": [list(b.shape), dtype_name(b.dtype)] for name, b in buffers.items() if not b.numel()}
 
 
 def stamp() -> dict[str, Any]:
@@ -137,13 +148,15 @@ def _files(model: Any) -> dict[str, Any] | None:
 
 def _tied(model: nn.Module) -> dict[str, str]:
     """The second and further names of parameters, and the first."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            tied[name] = first[id(param)]
-        first.setdefault(id(param), name)
-    return tied
+    return {name: named.names[0] for named in all_tensors(model) if named.is_param for name in named.names[1:]}
+
+
+def _module_states(model: nn.Module, keep: Keep) -> dict[str, Any]:
+    """What modules keep beside tensors, by their names."""
+    return {
+        name: encode(module.get_extra_state(), f"the extra state (get_extra_state) of module {name!r}", keep)
+        for name, module in modules_with_more(model).items()
+    }
 
 
 def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
@@ -170,6 +183,38 @@ def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
         "states": {name: sorted(set(found)) for name, found in states.items()},
         "num_updates": optimizer.num_updates,
     }
+
+
+def check_given(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
+    """Whether optimizer and average are this model's, and belong to its weights as they are now.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    if session.exchanged and (optimizer is not None or ema is not None):
+        raise CheckpointError(
+            "the model's weights are averages now, inside `with ema.applied():`, from which training does not go on: "
+            "leave it first, or save the model alone"
+        )
+    for what, given in (("optimizer", optimizer), ("ema", ema)):
+        if given is not None and not given.is_of(session):
+            raise CheckpointError(f"{what}= is of another model than the one given")
+
+
+def check_same(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
+    """Whether all ranks were given the same kinds of things: each reads and writes its part of all of them.
+
+    Raises:
+        CheckpointError: on every rank, if not.
+    """
+    mine = {"optimizer": optimizer is not None, "ema": ema is not None}
+    every = session.comm.exchange_objects(mine)
+    for what in mine:
+        ranks = [rank for rank, given in enumerate(every) if given[what]]
+        if 0 < len(ranks) < len(every):
+            raise CheckpointError(
+                f"{what}= was given on ranks {ranks} of {len(every)} only: give it on all, or on none"
+            )
 
 
 def merge_states(session: Session, shared: dict[str, Any]) -> None:

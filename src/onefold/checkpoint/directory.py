@@ -2,9 +2,9 @@
 
 [Note: A checkpoint appears at once]
 It is written into a directory of another name beside its place, `.NAME.TOKEN.partial`, brought to the disk, and
-renamed. One that is replaced is first renamed to `.NAME.replaced`, and removed when the new one is there; should the
-process end between the two renames, the old one is still found under that name. Who writes holds a lock in the
-directory until it stands in its place. So what processes that were killed left behind is recognized by a lock that
+renamed. One that is replaced changes names with it, and is then removed. Where names cannot be exchanged it is renamed
+to `.NAME.replaced` before; should the process end then, it is still found under that name. Who writes holds a lock in
+the directory until it stands in its place. So what processes that were killed left behind is recognized by a lock that
 nobody holds any more; the next save beside it removes it, or brings it back.
 """
 
@@ -19,11 +19,12 @@ from pathlib import Path
 from onefold.checkpoint.files import Files, Lock, named
 from onefold.checkpoint.manifest import MANIFEST, SHARED, read_manifest
 from onefold.errors import CheckpointError
+from onefold.replace import put_in_place
 
 LATEST = "latest"
 _LOCK = "lock"
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>partial|trash)")
-_REPLACED = re.compile(r"\.(?P<name>.+)\.replaced")
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>partial|trash)", re.DOTALL)
+_REPLACED = re.compile(r"\.(?P<name>.+)\.replaced", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,14 @@ class Workplace:
     def commit(self, keep_last: int | None) -> None:
         """Let the checkpoint appear, then remove what is not wanted any more."""
         with named(self.target, "put in its place"):
-            self._appear()
+            if self.target.exists() and _replaced(self.target).exists():
+                remove(_replaced(self.target), self._files)
+            put_in_place(self.path, self.target, _replaced(self.target), self._files)
             (self.target / _LOCK).unlink()
             self._lock.release()
             self._files.sync_directory(self.target.parent)
-        unwanted = [_replaced(self.target)] if _replaced(self.target).exists() else []
+        # What was replaced has one of these names now.
+        unwanted = [path for path in (self.path, _replaced(self.target)) if path.exists()]
         if keep_last is not None:
             mine = self.target.resolve()
             others = [found.path for found in checkpoints(self.target.parent) if found.path.resolve() != mine]
@@ -77,23 +81,9 @@ class Workplace:
                     "%s is saved, but %s cannot be removed: %s", self.target, path, error.strerror or error
                 )
 
-    def _appear(self) -> None:
-        replaced = _replaced(self.target)
-        if self.target.exists():
-            if replaced.exists():
-                remove(replaced, self._files)
-            self._files.rename(self.target, replaced)
-        try:
-            self._files.rename(self.path, self.target)
-        except OSError:
-            if replaced.exists():
-                with suppress(OSError):  # `load` finds it where it is, and the next save tries again
-                    self._files.rename(replaced, self.target)
-            raise
-
     def abandon(self) -> None:
         """Remove what was written so far, as well as the system lets us: the next save removes the rest."""
-        if self.path.exists():
+        if (self.path / _LOCK).exists():  # else it is what was replaced already
             with suppress(OSError):
                 self._files.remove_tree(self.path)
         self._lock.release()
@@ -101,7 +91,8 @@ class Workplace:
 
 def remove(path: Path, files: Files) -> None:
     """Remove a checkpoint, so that at no time half of one stands in its place."""
-    name = path.name.removeprefix(".").removesuffix(".replaced")
+    hidden = _LEFT.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    name = hidden["name"] if hidden else path.name
     trash = path.with_name(f".{name}.{secrets.token_hex(8)}.trash")
     files.rename(path, trash)
     files.remove_tree(trash)

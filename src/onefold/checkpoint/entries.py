@@ -10,7 +10,7 @@ flattened parameters, so both are read off the layout. Where a plan keeps more, 
 an update.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -21,6 +21,7 @@ from onefold.buffer import Master, OwnMaster, exact_dtype
 from onefold.comm import Comm
 from onefold.ema import EMA
 from onefold.layout import Layout
+from onefold.naming import all_tensors
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
 from onefold.session import Session
@@ -71,20 +72,18 @@ def kept_entries(session: Session, optimizer: Optimizer | None, ema: EMA | None)
     return (entry for _, entry, _ in _entries(session, optimizer, ema))
 
 
-def param_entries(session: Session, flat: Flat, slot: int, optimizer: Optimizer | None) -> Iterator[Entry]:
+def param_entries(flat: Flat, slot: int, optimizer: Optimizer | None) -> Iterator[Entry]:
     """What this rank keeps of one parameter: its exact weights, and its optimizer state."""
     updates = () if optimizer is None else optimizer.updates
-    yield from (entry for place, entry in _weights(session, flat) if place == slot)
+    yield from (entry for place, entry in _weights(flat) if place == slot)
     for update in updates:
         if update.flat is flat:
             yield from (entry for place, entry in _states(update) if place == slot)
 
 
-def buffer_entries(model: nn.Module) -> Iterator[Entry]:
-    """The buffers of a model that its state dict has; whole, and the same on every rank."""
-    for name, buffer in persistent_buffers(model).items():
-        if buffer.numel():
-            yield whole_entry(f"buffer.{name}", buffer)
+def buffer_entries(buffers: Mapping[str, Tensor]) -> Iterator[Entry]:
+    """Buffers by name: whole, and the same on every rank."""
+    return (whole_entry(f"buffer.{name}", buffer) for name, buffer in buffers.items() if buffer.numel())
 
 
 def whole_entry(key: str, tensor: Tensor) -> Entry:
@@ -112,13 +111,8 @@ def whole_entry(key: str, tensor: Tensor) -> Entry:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers by name, those left out that a state dict leaves out."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    """Buffers that a state dict has, by their first names."""
+    return {named.names[0]: named.tensor for named in all_tensors(model) if not named.is_param}
 
 
 def param_names(session: Session) -> dict[int, str]:
@@ -132,7 +126,7 @@ def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> 
     updates = {} if optimizer is None else {id(update.flat): update for update in optimizer.updates}
     averages = {} if ema is None else {id(flat): average for flat, average in ema.averages}
     for flat in (flat for unit in session.runtime.units for flat in unit.flats):
-        for slot, entry in _weights(session, flat):
+        for slot, entry in _weights(flat):
             yield flat, entry, slot
         if id(flat) in updates:
             for slot, entry in _states(updates[id(flat)]):
@@ -142,16 +136,11 @@ def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> 
                 yield flat, entry, slot
 
 
-def _weights(session: Session, flat: Flat) -> Iterator[tuple[int, Entry]]:
+def _weights(flat: Flat) -> Iterator[tuple[int, Entry]]:
     trained = flat.trained
-    if trained is not None:
-        master: Master = trained.master
-        first, numel, tier = trained.start, trained.numel, trained.rest.tier
-    else:
-        is_part = flat.weight.numel() < flat.layout.numel
-        master, numel, tier = OwnMaster(flat.weight), flat.weight.numel(), flat.rest.tier
-        first = session.comm.shard * flat.layout.shard_numel if is_part else 0
-    for piece in flat.layout.pieces_between(first, first + numel):
+    master: Master = OwnMaster(flat.weight) if trained is None else trained.master
+    tier = (flat if trained is None else trained).rest.tier
+    for piece in flat.pieces:
         yield (
             piece.slot,
             Entry(
@@ -185,7 +174,7 @@ def _states(update: FlatUpdate) -> Iterator[tuple[int, Entry]]:
 
 
 def _averages(flat: Flat, trained: Trained, average: Tensor) -> Iterator[tuple[int, Entry]]:
-    for piece in flat.layout.pieces_between(trained.start, trained.start + trained.numel):
+    for piece in flat.pieces:
         part = average[piece.start : piece.stop]
         yield (
             piece.slot,

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_of
 from onefold.checkpoint.directory import candidates
+from onefold.checkpoint.manifest import SHARED, understood
 from onefold.checkpoint.storage import Reader
 from onefold.dtypes import Precision, split
 from onefold.errors import CheckpointError
@@ -32,26 +34,34 @@ class CheckpointExport:
         chosen = Precision(params=dtype).params
         self._dtype = chosen if isinstance(chosen, torch.dtype) else None
         self._reader = Reader(candidates(path.absolute())[0][0])
-        if self._reader.shared["files"] is None:
+        where = self._reader.directory / SHARED
+        if understood(where, lambda: self._reader.shared["files"]) is None:
             raise CheckpointError(
-                f"{path} holds adapters, or state that files of weights cannot hold, or was imported: load it into its "
-                "model and export that"
+                f"{path} holds adapters, or state that files of weights cannot hold: load it into its model and "
+                "export that"
             )
+        self._entries: list[Entry] = understood(where, self._found)
+        self._configs = understood(where, self._configurations)
 
     def write(self, directory: Path, max_file_bytes: int) -> None:
         """Write weights and configuration into `directory`, which is there."""
-        entries = self._entries()
         try:
-            write_files(directory, entries, max_file_bytes)
+            write_files(directory, self._entries, max_file_bytes)
         finally:
             self._reader.close()
-        for name, values in self._reader.shared["files"]["configs"].items():
-            if name == "config.json":
-                values = {**values, "dtype": prevailing_dtype(entries)}
+        for name, values in self._configs.items():
             text = json.dumps(values, indent=2, sort_keys=True) + "\n"
             (directory / name).write_text(text, encoding="utf-8")
 
-    def _entries(self) -> list[Entry]:
+    def _configurations(self) -> dict[str, dict[str, Any]]:
+        """What is to be written by name of the file: not by whatever name stands in the checkpoint."""
+        configs = self._reader.shared["files"]["configs"]
+        found = {name: dict(configs[name]) for name in ("config.json", "generation_config.json") if name in configs}
+        if "config.json" in found:
+            found["config.json"]["dtype"] = prevailing_dtype(self._entries)
+        return found
+
+    def _found(self) -> list[Entry]:
         shared = self._reader.shared
         entries = []
         for name, saved in shared["params"].items():
@@ -59,20 +69,17 @@ class CheckpointExport:
             for written in shared["files"]["names"].get(name, ()):
                 load = partial(self._param, name, saved, dtype)
                 entries.append(Entry(name=written, shape=tuple(saved["shape"]), dtype=dtype, load=load))
-        stored = shared["tensors"]
         for name, shape in shared["buffers"].items():
-            tensor: Any = stored.get(f"buffer.{name}")
-            dtype = torch.float32 if tensor is None else dtype_of(tensor["dtype"])
-            load = partial(self._tensor, f"buffer.{name}", tuple(shape))
+            dtype = self._reader.dtype(f"buffer.{name}")
+            load = partial(self._reader.tensor, f"buffer.{name}")
             for written in shared["files"]["names"].get(name, ()):
                 entries.append(Entry(name=written, shape=tuple(shape), dtype=dtype, load=load))
         return entries
 
     def _param(self, name: str, saved: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        values = self._tensor(f"model.{name}", tuple(saved["shape"]))
+        if not prod(saved["shape"]):
+            return torch.empty(saved["shape"], dtype=dtype)
+        values = self._reader.tensor(f"model.{name}")
         if saved["is_split"] and dtype == torch.bfloat16 and values.dtype == torch.float32:
             return split(values)[0]  # as the model had it: a tie is rounded up
         return values.to(dtype)
-
-    def _tensor(self, key: str, shape: tuple[int, ...]) -> Tensor:
-        return self._reader.tensor(key) if key in self._reader.shared["tensors"] else torch.empty(shape)

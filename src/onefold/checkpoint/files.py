@@ -1,8 +1,10 @@
 """Owns how bytes come to disk and back: every operation on files that can fail, and the checksums of what was written.
 
 [Note: Blocks]
-A data file has a checksum for each block of 64 KiB, in a file beside it. So a rank that reads only its slice of a file
-checks every byte that it uses, and reads at most two blocks more.
+A data file has a checksum for each of its blocks, in a file beside it. So a rank that reads only its slice of a file
+checks every byte that it uses, and reads less than two blocks more for each run of bytes that it wants. Runs are
+about as long as the tensors in the file; so blocks are as long as a small part of these, within bounds: a disk reads 4
+KiB at least, and longer blocks than 64 KiB save nothing.
 """
 
 import fcntl
@@ -23,10 +25,12 @@ import torch
 from torch import Tensor
 
 from onefold.errors import CheckpointError
+from onefold.replace import exchange
 
-BLOCK_BYTES = 2**16
-_AT_ONCE = 64 * BLOCK_BYTES
-"""Bytes copied, checked and written at once."""
+LEAST_BLOCK, MOST_BLOCK = 2**12, 2**16
+_BLOCKS_OF_A_TENSOR = 256
+AT_ONCE = 2**22
+"""Bytes copied, checked and written at once: a multiple of every block."""
 _NUM_BUFFERS = 4
 
 
@@ -55,6 +59,10 @@ class Files:
 
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> int:
+        """Exchange two names in one step. Returns 0, or the errno: some file systems cannot."""
+        return exchange(one, other)
 
     def read_into(self, file: BinaryIO, data: memoryview) -> int:
         """How many bytes were read: 0 at the end of the file."""
@@ -129,6 +137,26 @@ def write_file(files: Files, path: Path, data: bytes) -> None:
         files.sync(file)
 
 
+def read_file(files: Files, path: Path) -> bytes:
+    """All of a file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with named(path, "read"), path.open("rb", buffering=0) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        view = memoryview(data)
+        while view and (count := files.read_into(file, view)):
+            view = view[count:]
+        return bytes(data[: len(data) - len(view)])
+
+
+def block_bytes(nbytes: int, num_tensors: int) -> int:
+    """How long the blocks of a data file are that holds so many bytes of so many tensors: a power of two."""
+    wanted = nbytes // max(num_tensors, 1) // _BLOCKS_OF_A_TENSOR
+    return min(max(1 << max(wanted.bit_length() - 1, 0), LEAST_BLOCK), MOST_BLOCK)
+
+
 _Job = tuple["Future[array[int]]", Callable[[], "array[int]"]]
 
 
@@ -170,9 +198,10 @@ class BlockWriter:
     busy from the first buffer on.
     """
 
-    def __init__(self, files: Files, path: Path) -> None:
+    def __init__(self, files: Files, path: Path, block: int) -> None:
         self._files = files
         self._path = path
+        self._block = block
         with named(path, "written"):
             self._file = files.create(path)
         self._crew = _Crew(_NUM_BUFFERS)
@@ -191,32 +220,32 @@ class BlockWriter:
         raw = values.detach().contiguous().view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
         while raw.numel():
             buffer = torch.frombuffer(self._buffer(len(self._jobs)), dtype=torch.uint8)
-            room = min(_AT_ONCE - self._filled, raw.numel())
+            room = min(AT_ONCE - self._filled, raw.numel())
             buffer[self._filled : self._filled + room].copy_(raw[:room])
             self._filled += room
             self.nbytes += room
             raw = raw[room:]
-            if self._filled == _AT_ONCE:
+            if self._filled == AT_ONCE:
                 self._send()
         return start
 
     def _buffer(self, number: int) -> bytearray:
         """What the job of this number writes from."""
         if len(self._buffers) <= min(number, _NUM_BUFFERS - 1):
-            self._buffers.append(bytearray(_AT_ONCE))
+            self._buffers.append(bytearray(AT_ONCE))
         return self._buffers[number % _NUM_BUFFERS]
 
     def _send(self) -> None:
         """Let a thread have the buffer that is filled; come back when the next one is free."""
         number = len(self._jobs)
         window = memoryview(self._buffer(number))[: self._filled]
-        self._jobs.append(self._crew.submit(partial(self._write, window, number * _AT_ONCE)))
+        self._jobs.append(self._crew.submit(partial(self._write, window, number * AT_ONCE)))
         self._filled = 0
         if len(self._jobs) >= _NUM_BUFFERS:
             self._jobs[len(self._jobs) - _NUM_BUFFERS].result()
 
     def _write(self, data: memoryview, offset: int) -> "array[int]":
-        checksums = array("I", [crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)])
+        checksums = array("I", [crc32(data[at : at + self._block]) for at in range(0, len(data), self._block)])
         with named(self._path, "written"):
             write_all(self._files, self._file, data, offset)
         os.posix_fadvise(self._file.fileno(), offset, len(data), os.POSIX_FADV_DONTNEED)  # starts writing back
@@ -244,11 +273,12 @@ class BlockReader:
         CheckpointError: it cannot be read; (from `read`) a byte is not what was written, or missing.
     """
 
-    def __init__(self, files: Files, path: Path, nbytes: int, table: bytes) -> None:
+    def __init__(self, files: Files, path: Path, nbytes: int, block: int, table: bytes) -> None:
         self._files = files
         self._path = path
         self._nbytes = nbytes
-        if len(table) != 4 * -(-nbytes // BLOCK_BYTES):
+        self._block = block
+        if len(table) != 4 * -(-nbytes // block):
             raise CheckpointError(f"{path} has {nbytes} bytes and {len(table) // 4} checksums, which do not match")
         self._table = _little_endian(array("I", table))
         with named(path, "read"):
@@ -270,24 +300,25 @@ class BlockReader:
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, bytearray]]:
         """Checked runs of blocks that cover [start, stop), and where each begins."""
-        position = start - start % BLOCK_BYTES
+        size = self._block
+        position = start - start % size
         if position == self._last[0] and position < stop:
             yield self._last
-            position += BLOCK_BYTES
+            position += size
         while position < stop:
-            end = min(position + _AT_ONCE, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
+            end = min(position + AT_ONCE, -(-stop // size) * size, self._nbytes)
             data = bytearray(max(end - position, 0))
             self._fill(position, data)
             view = memoryview(data)
-            for block in range(0, len(data), BLOCK_BYTES):
-                number = (position + block) // BLOCK_BYTES
-                if crc32(view[block : block + BLOCK_BYTES]) != self._table[number]:
+            for block in range(0, len(data), size):
+                number = (position + block) // size
+                if crc32(view[block : block + size]) != self._table[number]:
                     first = position + block
                     raise CheckpointError(
-                        f"{self._path} is damaged: bytes {first} to {first + BLOCK_BYTES} are not what was written"
+                        f"{self._path} is damaged: bytes {first} to {first + size} are not what was written"
                     )
             view.release()
-            rest = (len(data) - 1) // BLOCK_BYTES * BLOCK_BYTES
+            rest = (len(data) - 1) // size * size
             self._last = (position + rest, data[rest:])
             yield position, data
             position = end

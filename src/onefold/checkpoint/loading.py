@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
-from onefold.checkpoint.contents import several
+from onefold.checkpoint.contents import check_given, check_same, several
 from onefold.checkpoint.directory import candidates
 from onefold.checkpoint.entries import buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
@@ -29,6 +29,7 @@ from onefold.checkpoint.storage import Reader
 from onefold.comm import Comm
 from onefold.ema import EMA
 from onefold.errors import CheckpointError, OptimizerError
+from onefold.naming import modules_with_more
 from onefold.optimizer import Optimizer
 from onefold.session import Session
 from onefold.update import FlatUpdate
@@ -36,23 +37,29 @@ from onefold.update import FlatUpdate
 
 def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
     """Let `job` read the checkpoint that `path` means, and `rest` take what else is in it; see `onefold.load`."""
+    session.come_to_rest("onefold.load")
     session.wait_for_readers()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
     agree(partial(as_ours, session.wait_for_saves))
-    # What rank 0 sees counts: others may see a directory that changes at another moment.
-    paths, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
-    for index, candidate in enumerate(paths):
+    job.check()
+    damaged: dict[Path, _Damaged] = {}
+    while True:
+        # What rank 0 sees counts: others may see a directory that changes at another moment. It is looked at again for
+        # each attempt: another run may have removed a checkpoint meanwhile, and left a newer one.
+        paths, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
+        passed += [f"{each.name} ({error})" for each, error in damaged.items()]
+        candidate = next((each for each in paths if each not in damaged), None)
+        if candidate is None:
+            error = damaged[paths[-1]]
+            raise CheckpointError("; passed over: ".join([str(error), *passed[:-1]])) from error
         try:
             read = job.run(candidate, rest)
         except _Damaged as error:
-            if index + 1 == len(paths):
-                raise CheckpointError("; passed over: ".join([str(error), *passed])) from error
-            passed.append(f"{candidate.name} ({error})")
+            damaged[candidate] = error
             continue
         if passed and session.comm.rank == 0:
             logging.getLogger("onefold").warning("loading %s; passed over: %s", candidate, "; ".join(passed))
         return agree(partial(as_ours, partial(rest.take, session, read)))
-    raise CheckpointError(f"there is no checkpoint {path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,8 @@ class Read:
     own: Mapping[str, Any]
     """Of the rank of this number when it was saved; empty if there was none."""
     schedulers: Sequence[Mapping[str, Any]]
+    module_states: Mapping[str, Any] | None
+    """What modules keep beside tensors, by their names; None if that is not known."""
     extra: Any
 
 
@@ -129,6 +138,16 @@ class Job:
         self._files = files
         self._progress = progress
 
+    def check(self) -> None:
+        """Whether it can be done at all.
+
+        Raises:
+            CheckpointError: on every rank, if not on any.
+        """
+        given = (self._session, self._optimizer, self._ema)
+        together(self._session.comm, partial(check_given, *given), kind=CheckpointError, did="could not load")
+        check_same(*given)
+
     def run(self, path: Path, rest: Rest) -> Read:
         """Read one checkpoint into model and optimizer."""
         session = self._session
@@ -137,20 +156,22 @@ class Job:
             reader: Reader = agree(partial(as_ours, lambda: self._open(path), kind=_Damaged), kind=_Damaged)
             stack.callback(reader.close)
             read: Read = agree(partial(as_ours, lambda: self._beside(reader), kind=_Damaged), kind=_Damaged)
-            agree(partial(as_ours, lambda: self._check(reader)), kind=CheckpointError)
+            agree(partial(as_ours, lambda: self._check(reader, read)), kind=CheckpointError)
             agree(partial(as_ours, lambda: rest.check(read, session.comm)), kind=CheckpointError)
-            session.runtime.settle()
-            session.runtime.catch_up()
             for update, saved in self._states(reader):
                 update.make_room(saved)
             self._tensors(reader)
         for unit in session.runtime.units:
             unit.show_stored(unit.flats)
         agree(partial(as_ours, lambda: understood(path / SHARED, lambda: self._take(reader.shared))))
+        agree(partial(as_ours, lambda: self._take_module_states(read)))
         return read
 
     def _tensors(self, reader: Reader) -> None:
-        entries = [*kept_entries(self._session, self._optimizer, self._ema), *buffer_entries(self._model)]
+        entries = [
+            *kept_entries(self._session, self._optimizer, self._ema),
+            *buffer_entries(persistent_buffers(self._model)),
+        ]
         total = sum(entry.nbytes for entry in entries)
         path, comm = reader.directory, self._session.comm
         with bar(f"loading {path.name}", total, self._progress and comm.rank == 0) as advance:
@@ -161,7 +182,7 @@ class Job:
                         {},
                         storage_reader=reader,
                         planner=EntryLoadPlanner(entries),
-                        process_group=comm.side_group(),
+                        process_group=comm.control_group(),
                     )
             except BaseException as error:
                 told = failure(error, f"reading {path} failed, and the model holds part of it", comm.rank)
@@ -181,14 +202,21 @@ class Job:
             reader=reader,
             own=reader.own(rank) if rank < reader.num_ranks else {},
             schedulers=understood(path, lambda: [decode(state) for state in shared["schedulers"]]),
-            extra=understood(path, lambda: decode(shared["extra"], partial(_extra_tensor, reader))),
+            module_states=understood(path, lambda: _module_states(reader)),
+            extra=understood(path, lambda: decode(shared["extra"], reader.tensor)),
         )
 
     def _take(self, shared: Mapping[str, Any]) -> None:
         self._take_optimizer(shared)
         self._session.scaler.load_state_dict(_scaler_state(self._session, shared))
 
-    def _check(self, reader: Reader) -> None:
+    def _take_module_states(self, read: Read) -> None:
+        modules = modules_with_more(self._model)
+        for name, state in (read.module_states or {}).items():
+            with _taking(read.reader.directory, f"module {name!r}"):
+                modules[name].set_extra_state(state)
+
+    def _check(self, reader: Reader, read: Read) -> None:
         """Compare names and shapes, and make room for state.
 
         Raises:
@@ -201,6 +229,9 @@ class Job:
         _compare(where, "parameter", mine, params)
         mine = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model).items()}
         _compare(where, "buffer", mine, buffers)
+        if read.module_states is not None:
+            more, theirs = (dict.fromkeys(names, ()) for names in (modules_with_more(self._model), read.module_states))
+            _compare(where, "module with extra state", more, theirs)
         if self._ema is not None and not reader.shared.get("has_ema"):
             raise CheckpointError(f"{where} was saved without an EMA; one made after loading starts from the weights")
         if self._optimizer is None:
@@ -266,7 +297,7 @@ def _compare(where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: 
         name = (missing or unknown)[0]
         near = get_close_matches(name, unknown if missing else missing, n=1)
         raise CheckpointError(
-            f"{where} does not fit the model: {len(missing)} of its {what}s are not in the checkpoint and "
+            f"{where} does not fit the model: {len(missing)} of its {_plural(what)} are not in the checkpoint and "
             f"{len(unknown)} of the checkpoint's are not in the model, first {name!r}"
             f"{f' (did you mean {near[0]!r}?)' if near else ''}"
         )
@@ -276,6 +307,16 @@ def _compare(where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: 
                 f"{where} does not fit the model: {what} {name!r} has shape {theirs[name]} in the checkpoint and "
                 f"{shape} in the model"
             )
+
+
+def _plural(what: str) -> str:
+    first, *rest = what.split(" ", 1)
+    return " ".join([f"{first}s", *rest])
+
+
+def _module_states(reader: Reader) -> Mapping[str, Any] | None:
+    states = reader.shared["module_states"]
+    return None if states is None else {name: decode(state, reader.tensor) for name, state in states.items()}
 
 
 def _state_dtypes(reader: Reader) -> dict[str, dict[str, torch.dtype]]:
@@ -309,11 +350,6 @@ def _is_damage(error: BaseException) -> bool:
 def _shapes(shared: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     params = {name: tuple(saved["shape"]) for name, saved in shared["params"].items()}
     return params, {name: tuple(shape) for name, shape in shared["buffers"].items()}
-
-
-def _extra_tensor(reader: Reader, key: str) -> Tensor:
-    empty = reader.shared["empty"].get(key)
-    return reader.tensor(key) if empty is None else torch.empty(empty[0], dtype=dtype_of(empty[1]))
 
 
 def _take_random(device: torch.device, states: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
+from onefold.checkpoint.files import AT_ONCE
 from onefold.errors import CheckpointError
 
 FORMAT, VERSION = "onefold checkpoint", 1
@@ -30,6 +31,8 @@ class FileRecord:
     nbytes: int
     checksum: int | None
     """CRC-32 of all of it; None where blocks have checksums of their own."""
+    block: int | None = None
+    """Bytes of such blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ def file_of(rank: int, kind: str) -> str:
 
 def manifest_text(manifest: Manifest) -> bytes:
     """What stands in the file."""
-    files = {record.name: {"bytes": record.nbytes, "crc32": record.checksum} for record in manifest.files.values()}
+    files = {
+        record.name: {"bytes": record.nbytes, "crc32": record.checksum, "block": record.block}
+        for record in manifest.files.values()
+    }
     body = {"format": FORMAT, "version": VERSION, "saved_ns": manifest.saved_ns, "files": files}
     return json.dumps({**body, "crc32": _checksum(body)}, indent=1).encode()
 
@@ -76,15 +82,21 @@ def _parse(path: Path, text: bytes) -> Manifest:
         raise ValueError("its checksum is wrong")
     files = {}
     for name, record in body["files"].items():
-        nbytes, sum_ = record["bytes"], record["crc32"]
+        nbytes, sum_, block = record["bytes"], record["crc32"], record["block"]
         if name != SHARED and not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a file of a checkpoint")
         if type(nbytes) is not int or nbytes < 0 or type(sum_) not in (int, type(None)):
             raise ValueError(f"{nbytes!r} bytes with checksum {sum_!r} in {name!r}")
-        files[name] = FileRecord(name, nbytes, sum_)
+        if (sum_ is None) == (block is None) or not (block is None or _is_block(block)):
+            raise ValueError(f"checksum {sum_!r} and blocks of {block!r} bytes in {name!r}")
+        files[name] = FileRecord(name, nbytes, sum_, block)
     if SHARED not in files or type(body["saved_ns"]) is not int:
         raise ValueError("it is incomplete")
     return Manifest(body["saved_ns"], files)
+
+
+def _is_block(nbytes: object) -> bool:
+    return type(nbytes) is int and nbytes > 0 and AT_ONCE % nbytes == 0
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

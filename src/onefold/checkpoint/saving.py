@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from onefold.agree import together
-from onefold.checkpoint.bar import Progress, bar
+from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
 from onefold.checkpoint.copies import copied, room_for
 from onefold.checkpoint.directory import Workplace
@@ -23,7 +23,9 @@ from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.plans import EntrySavePlanner
-from onefold.checkpoint.storage import Writer
+from onefold.checkpoint.storage import Part, Writer, hold_together
+from onefold.comm import LocalComm
+from onefold.conversation import Conversation
 from onefold.errors import CheckpointError, OnefoldError
 from onefold.session import Session
 
@@ -86,62 +88,108 @@ class Wishes:
     progress: bool
     files: Files
 
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and (not isinstance(self.keep_last, int) or self.keep_last < 1):
+            raise CheckpointError(
+                f"keep_last={self.keep_last!r}: give how many checkpoints to keep, 1 or more, or None"
+            )
 
-def save(session: Session, target: Path, contents: Callable[[], Contents], wishes: Wishes) -> Saving:
-    """Write what `contents` gives to `target`, now or beside the next steps; see `onefold.save`."""
+
+def save(session: Session, target: Path, collect: Callable[[], Contents], wishes: Wishes) -> Saving:
+    """Write what `collect` gives to `target`, now or beside the next steps; see `onefold.save`."""
     begun = time.perf_counter()
     agree = partial(together, session.comm, kind=CheckpointError, did="could not save")
     agree(partial(as_ours, session.wait_for_saves))
-    session.runtime.settle()
-    session.runtime.catch_up()
-    found: Contents = agree(partial(as_ours, contents))
+    session.come_to_rest("onefold.save")
+    found: Contents = agree(partial(as_ours, collect))
     merge_states(session, found.shared)
-    group, saving = session.comm.side_group(), Saving(target)
+    talk, saving = session.comm.conversation(), Saving(target)
     workplace: Workplace | None = agree(partial(as_ours, lambda: _workplace(session, target, wishes.files)))
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        entries = (
-            agree(partial(as_ours, lambda: _copy(session, found.entries))) if wishes.asynchronous else found.entries
-        )
+        entries = agree(partial(as_ours, lambda: _readable(session, found.entries, wishes)))
     except BaseException:
         if workplace is not None:
             workplace.abandon()
         raise
-    seal = partial(workplace.commit, wishes.keep_last) if workplace else _nothing
-
-    def write() -> None:
-        try:
-            _write(session, directory, replace(found, entries=entries), seal, group, wishes)
-        except BaseException as error:
-            if workplace is not None:
-                workplace.abandon()
-            told = f"the checkpoint {target.name!r} was not written"
-            raise failure(error, told, session.comm.rank) from error
-
+    contents = replace(found, entries=entries)
+    work = _Work(target=target, directory=directory, workplace=workplace, contents=contents, talk=talk, wishes=wishes)
     if wishes.asynchronous:
-        saving.start(write)
+        saving.start(work.run)
         session.saves.append(saving.wait)
         if any(entry.is_still for entry in entries):
             session.readers.append(saving.join)
     else:
-        write()
+        work.run()
     saving.stall_s = time.perf_counter() - begun
     return saving
 
 
-def _write(
-    session: Session,
-    directory: Path,
-    contents: Contents,
-    seal: Callable[[], None],
-    group: Any,
-    wishes: Wishes,
-) -> None:
-    rank = session.comm.rank
-    with bar("saving", _nbytes(contents), wishes.progress and rank == 0) as advance, alone_is_fine():
-        writer = _writer(directory, rank, contents, seal, wishes.files, advance)
-        dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(contents.entries), process_group=group)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is to be done on one rank for one checkpoint, once its contents are known."""
+
+    target: Path
+    directory: Path
+    """Where it grows."""
+    workplace: Workplace | None
+    """Rank 0's hold on that."""
+    contents: Contents
+    talk: Conversation
+    wishes: Wishes
+    title: str = "saving"
+
+    def run(self) -> None:
+        """Write this rank's part, hear how the others fared, and let rank 0 make a checkpoint of all parts.
+
+        Raises:
+            CheckpointError: on every rank, if any failed; nothing is left of the checkpoint then.
+        """
+        try:
+            self._run()
+        except BaseException:
+            if self.workplace is not None:
+                self.workplace.abandon()
+            raise
+
+    def _run(self) -> None:
+        problem: BaseException | None = None
+        try:
+            mine: Part | str = self._write()
+        except BaseException as error:  # to be raised once the others know
+            mine, problem = _story(error), error
+        try:
+            stories = self.talk.broadcast(self._finished(mine))
+        except RuntimeError as error:
+            stories = {self.talk.rank: f"rank 0 is gone, and whether the checkpoint is there is not known ({error})"}
+        if problem is not None and not isinstance(problem, Exception | CheckpointException):
+            raise problem
+        if stories:
+            told = "; ".join(f"rank {rank}: {story}" for rank, story in sorted(stories.items()))
+            what = f"the checkpoint {self.target.name!r} was not written (this is rank {self.talk.rank})"
+            raise CheckpointError(f"{what}. {told}") from problem
+
+    def _write(self) -> Part:
+        rank, entries = self.talk.rank, self.contents.entries
+        total = sum(entry.nbytes for entry in entries)
+        with bar(self.title, total, self.wishes.progress and rank == 0) as advance, alone_is_fine():
+            writer = Writer(self.directory, rank, self.contents.own, self.wishes.files, advance)
+            # Each rank for itself: were it to use torch's groups, destroy_process_group would end a save under way.
+            dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(entries), no_dist=True)
+        return writer.parts[0]
+
+    def _finished(self, mine: Part | str) -> dict[int, str]:
+        """What went wrong, by rank, as rank 0 sees it; nothing if the checkpoint is there."""
+        try:
+            parts = self.talk.gather(mine)
+            stories = {rank: each for rank, each in enumerate(parts) if isinstance(each, str)}
+            if self.workplace is not None and not stories:
+                hold_together(self.directory, self.contents.shared, parts, self.wishes.files)
+                self.workplace.commit(self.wishes.keep_last)
+        except Exception as error:
+            return {self.talk.rank: _story(error)}
+        return stories
 
 
 def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) -> None:
@@ -150,29 +198,18 @@ def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) ->
     Raises:
         CheckpointError: it cannot be written, or what was to be written cannot be read; nothing is left of it.
     """
-    workplace: Workplace = as_ours(lambda: _vacant(target, wishes.files))
-    try:
-        with bar(title, _nbytes(contents), wishes.progress) as advance, alone_is_fine():
-            seal = partial(workplace.commit, wishes.keep_last)
-            writer = _writer(workplace.path, 0, contents, seal, wishes.files, advance)
-            dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(contents.entries), no_dist=True)
-    except BaseException as error:
-        workplace.abandon()
-        raise failure(error, f"the checkpoint {target.name!r} was not written", 0) from error
-
-
-def _nbytes(contents: Contents) -> int:
-    return sum(entry.nbytes for entry in contents.entries)
-
-
-def _writer(
-    directory: Path, rank: int, contents: Contents, seal: Callable[[], None], files: Files, progress: Progress
-) -> Writer:
-    return Writer(directory, rank, shared=contents.shared, own=contents.own, seal=seal, files=files, progress=progress)
-
-
-def _nothing() -> None:
-    """Only rank 0 seals a checkpoint."""
+    place: Workplace = as_ours(lambda: _vacant(target, wishes.files))
+    talk = LocalComm().conversation()
+    work = _Work(
+        target=target,
+        directory=place.path,
+        workplace=place,
+        contents=contents,
+        talk=talk,
+        wishes=wishes,
+        title=title,
+    )
+    work.run()
 
 
 @contextmanager
@@ -181,6 +218,12 @@ def alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized", UserWarning)
         yield
+
+
+def _story(error: BaseException) -> str:
+    """What other ranks hear of an error."""
+    found = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return "; ".join(str(each) or repr(each) for each in found)
 
 
 def failure(error: BaseException, what: str, rank: int) -> BaseException:
@@ -212,10 +255,15 @@ def _vacant(target: Path, files: Files) -> Workplace:
         raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
     if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and is no checkpoint: give a path of its own to each checkpoint")
+    if (target.parent / MANIFEST).exists():
+        raise CheckpointError(f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed")
     return Workplace(target, files)
 
 
-def _copy(session: Session, entries: Sequence[Entry]) -> list[Entry]:
+def _readable(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Sequence[Entry]:
+    """What is to be written, so that it can be read for as long as the save takes."""
+    if not wishes.asynchronous:
+        return entries
     session.room = room_for(entries, session.device, session.room, len(session.cores))
     return copied(entries, session.device, session.room)
 

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from onefold.checkpoint.codec import dtype_name, dtype_of
-from onefold.checkpoint.files import BlockReader, BlockWriter, Files, named, write_file
+from onefold.checkpoint.files import BlockReader, BlockWriter, Files, block_bytes, named, read_file, write_file
 from onefold.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -60,33 +60,31 @@ class Place:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote: its boxes of tensors, where they lie, and its files."""
+
+    metadata: Metadata
+    results: Sequence[WriteResult]
+
+
 class Writer(StorageWriter):
-    """Writes one rank's part of a checkpoint into `directory`, and, on rank 0, what holds it together.
+    """Writes one rank's part of a checkpoint into `directory`.
 
     Args:
-        shared: what all ranks share beside tensors, for rank 0 to write.
         own: what is of this rank alone.
-        seal: called on rank 0 once every file is on the disk.
+
+    Attributes:
+        parts: what was written: one part, once all of it is on the disk.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        rank: int,
-        *,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        seal: Callable[[], None],
-        files: Files,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, directory: Path, rank: int, own: Mapping[str, Any], files: Files, progress: Progress) -> None:
         self._directory = directory
         self._rank = rank
-        self._shared = shared
         self._own = own
-        self._seal = seal
         self._files = files
         self._progress = progress
+        self.parts: list[Part] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """One writer writes one checkpoint."""
@@ -103,8 +101,8 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(planner, EntrySavePlanner):
             raise TypeError(f"{type(planner).__name__} gives whole tensors; write with an EntrySavePlanner")
-        name = file_of(self._rank, "data")
-        writer, results = BlockWriter(self._files, self._directory / name), []
+        name, block = file_of(self._rank, "data"), block_bytes(sum(map(_nbytes, plan.items)), len(plan.items))
+        writer, results = BlockWriter(self._files, self._directory / name, block), []
         try:
             for item in plan.items:
                 start = writer.nbytes
@@ -116,7 +114,7 @@ class Writer(StorageWriter):
             table = writer.finish()
         finally:
             writer.close()
-        records = [FileRecord(name, writer.nbytes, None), self._write(file_of(self._rank, "sums"), table)]
+        records = [FileRecord(name, writer.nbytes, None, block), self._write(file_of(self._rank, "sums"), table)]
         records.append(self._write(file_of(self._rank, "json"), json.dumps(self._own).encode()))
         results += [self._result(MetadataIndex(f"#{record.name}"), record, record.nbytes) for record in records]
         done: Future[list[WriteResult]] = Future()
@@ -127,36 +125,56 @@ class Writer(StorageWriter):
         return WriteResult(index=index, size_in_bytes=nbytes, storage_data=where)
 
     def _write(self, name: str, data: bytes) -> FileRecord:
-        write_file(self._files, self._directory / name, data)
-        return FileRecord(name, len(data), crc32(data))
+        return _written(self._files, self._directory, name, data)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        every = [result for of_rank in results for result in of_rank]
-        records = [result.storage_data for result in every if isinstance(result.storage_data, FileRecord)]
-        places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
-        shared = {"format": FORMAT, "version": VERSION, **self._shared, "tensors": _index(metadata, places)}
-        records.append(self._write(SHARED, json.dumps(shared).encode()))
-        manifest = Manifest(self._shared["saved_ns"], {record.name: record for record in records})
-        self._write(MANIFEST, manifest_text(manifest))
-        with named(self._directory, "written"):
-            self._files.sync_directory(self._directory)
-        self._seal()
+        self.parts.append(Part(metadata, [result for each in results for result in each]))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
 
 
-def _index(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
-    tensors = {}
-    for key, stored in metadata.state_dict_metadata.items():
+def hold_together(directory: Path, shared: Mapping[str, Any], parts: Sequence[Part], files: Files) -> None:
+    """Write what makes a checkpoint of all ranks' parts, last of all the manifest; it is on the disk then.
+
+    Args:
+        shared: what all ranks share beside tensors.
+    """
+    every = [result for part in parts for result in part.results]
+    records = [result.storage_data for result in every if isinstance(result.storage_data, FileRecord)]
+    places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
+    text = {"format": FORMAT, "version": VERSION, **shared, "tensors": _index(parts, places)}
+    records.append(_written(files, directory, SHARED, json.dumps(text).encode()))
+    manifest = Manifest(shared["saved_ns"], {record.name: record for record in records})
+    _written(files, directory, MANIFEST, manifest_text(manifest))
+    with named(directory, "written"):
+        files.sync_directory(directory)
+
+
+def _written(files: Files, directory: Path, name: str, data: bytes) -> FileRecord:
+    write_file(files, directory / name, data)
+    return FileRecord(name, len(data), crc32(data))
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _index(parts: Sequence[Part], places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+    """Tensors by name, each with the boxes that ranks wrote of it."""
+    tensors: dict[str, Any] = {}
+    for key, stored in (item for part in parts for item in part.metadata.state_dict_metadata.items()):
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{key!r} is no tensor")
-        chunks = []
+        kind = {"dtype": dtype_name(stored.properties.dtype), "shape": list(stored.size)}
+        tensor = tensors.setdefault(key, {**kind, "chunks": []})
+        if any(tensor[what] != value for what, value in kind.items()):
+            raise CheckpointError(f"{key!r} is {kind} on one rank, and {tensor['dtype']}{tensor['shape']} on another")
         for chunk in stored.chunks:
             place = places[MetadataIndex(key, chunk.offsets)]
-            chunks.append([list(chunk.offsets), list(chunk.sizes), place.file, place.start])
-        tensors[key] = {"dtype": dtype_name(stored.properties.dtype), "shape": list(stored.size), "chunks": chunks}
+            tensor["chunks"].append([list(chunk.offsets), list(chunk.sizes), place.file, place.start])
     return tensors
 
 
@@ -224,8 +242,7 @@ class Reader(StorageReader):
 
     def _bytes(self, name: str) -> bytes:
         path, record = self.directory / name, self._record(name)
-        with named(path, "read"):
-            data = path.read_bytes()
+        data = read_file(self._files, path)
         if len(data) != record.nbytes or crc32(data) != record.checksum:
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         return data
@@ -278,18 +295,31 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: there is none of that name.
         """
-        stored = self._metadata.state_dict_metadata.get(key)
+        dtype, stored = self.dtype(key), self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{self.directory} holds no {key!r}")
-        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+            return torch.empty(self.shared["empty"][key][0], dtype=dtype)
+        whole = torch.empty(stored.size, dtype=dtype)
         for chunk in stored.chunks:
             flat = whole.reshape(-1)
             start = flat_index(chunk.offsets, stored.size)
             self._read(key, chunk.offsets, 0, flat[start : start + prod(chunk.sizes)])
         return whole
 
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype of one tensor, which may have no elements.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        stored = self._metadata.state_dict_metadata.get(key)
+        if isinstance(stored, TensorStorageMetadata):
+            return stored.properties.dtype
+        if key not in self.shared["empty"]:
+            raise CheckpointError(f"{self.directory} holds no {key!r}")
+        return dtype_of(self.shared["empty"][key][1])
+
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Names of all tensors that have elements."""
         return list(self._metadata.state_dict_metadata)
 
     def _read(self, key: str, offset: torch.Size, first: int, into: torch.Tensor) -> None:
@@ -299,8 +329,11 @@ class Reader(StorageReader):
 
     def _data(self, name: str) -> BlockReader:
         if name not in self._open:
+            path, record = self.directory / name, self._record(name)
+            if record.block is None:
+                raise CheckpointError(f"{path} is no file of tensors, says {self.directory / MANIFEST}")
             table = self._bytes(str(Path(name).with_suffix(".sums")))
-            self._open[name] = BlockReader(self._files, self.directory / name, self._record(name).nbytes, table)
+            self._open[name] = BlockReader(self._files, path, record.nbytes, record.block, table)
         return self._open[name]
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from onefold.access import gathered
 from onefold.checkpoint.entries import Entry, param_entries
 from onefold.errors import OnefoldError
-from onefold.export import check_between_steps
 from onefold.session import Session, owner_session
 from onefold.unit import Flat, Unit
 
@@ -22,7 +21,7 @@ class _Place:
     """Where a parameter of a sharded model rests."""
 
     def __init__(self, param: nn.Parameter, session: Session, what: str) -> None:
-        check_between_steps(session, what)
+        session.come_to_rest(what)
         self.param = param
         self.session = session
         self.unit, self.flat, self.slot = self._find()
@@ -40,12 +39,12 @@ class _Place:
         name = self.flat.names[self.slot]
         key = f"model.{name}" if state is None else f"optimizer.{state}.{name}"
         optimizer = self.session.optimizer()
-        return [each for each in param_entries(self.session, self.flat, self.slot, optimizer) if each.key == key]
+        return [each for each in param_entries(self.flat, self.slot, optimizer) if each.key == key]
 
     def own(self, state: str | None) -> Iterator[tuple[int, Tensor]]:
         """Where in the parameter this rank's shard begins, and its values (1-D)."""
         slot = self.flat.layout.slots[self.slot]
-        low, high = (edge - slot.start for edge in self.flat.layout.shard_range(self.session.comm.rank))
+        low, high = (edge - slot.start for edge in self.flat.layout.shard_range(self.session.comm.shard))
         for entry in self.entries(state):
             start, stop = max(entry.start, low), min(entry.stop, high)
             if start < stop:
@@ -197,7 +196,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def _range(place: _Place) -> tuple[int, int]:
     """The elements of a parameter that are in this rank's shard."""
     slot = place.flat.layout.slots[place.slot]
-    low, high = place.flat.layout.shard_range(place.session.comm.rank)
+    low, high = place.flat.layout.shard_range(place.session.comm.shard)
     start = min(max(low, slot.start), slot.stop)
     return start - slot.start, max(start, min(high, slot.stop)) - slot.start
 

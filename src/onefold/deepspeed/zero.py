@@ -96,10 +96,10 @@ class Init:
             return
         written = config_dict_or_path if config_dict_or_path is not None else config
         settings: Mapping[str, Any] = {} if written is None else read(written).values
-        comm.init_distributed()
         place = remote_device if remote_device is not None else _remote_device(settings)
         if place not in (None, "none", *_HOST) and not str(place).startswith("cuda"):
             raise ConfigError(f"remote_device={place!r}: expected cpu, nvme, or None")
+        comm.init_distributed()
         self._nursery = Nursery(
             _WAY_OUT,
             dtype=dtype if dtype is not None else _dtype(settings),

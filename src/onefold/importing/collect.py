@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_name, encode
-from onefold.checkpoint.contents import Aside, Contents, stamp
-from onefold.checkpoint.entries import Entry, whole_entry
+from onefold.checkpoint.contents import Aside, Contents, empty_buffers, stamp
+from onefold.checkpoint.entries import Entry, buffer_entries
 from onefold.errors import CheckpointError
 from onefold.importing.deepspeed import Row, Source, reader
 
@@ -42,22 +42,24 @@ def collect(source: Source, name: str) -> tuple[Contents, dict[str, str]]:
     buffers = {key: model["module"][key] for key in model["buffer_names"]}
     steps = int(model["global_steps"]) - int(model["skipped_steps"])
     extra, scheduler, left_out = _rest(source, name)
+    params = _params(source)
     shared = {
         **stamp(),
         "num_ranks": 1,
         "plan": f"DeepSpeed ZeRO on {source.num_ranks} ranks",
-        "params": _params(source),
+        "params": params,
         "tied": dict(model.get("shared_params") or {}),
         "buffers": {key: list(buffer.shape) for key, buffer in buffers.items()},
         "scaler": encode(_scaler(source.optimizer.get("loss_scaler")), "the loss scale"),
         "optimizer": _optimizer(source, steps),
         "has_ema": False,
-        "files": None,
+        "module_states": None,  # what modules of DeepSpeed's keep is not known
+        "files": {"names": {key: [key] for key in (*params, *buffers)}, "configs": {}},
         "schedulers": [] if scheduler is None else [encode(scheduler, "lr_scheduler")],
         "extra": encode(extra, "extra", aside.keep),
-        "empty": aside.empty(),
+        "empty": aside.empty() | empty_buffers(buffers),
     }
-    entries = [*_entries(source), *_buffer_entries(buffers), *aside.entries()]
+    entries = [*_entries(source), *buffer_entries(buffers), *aside.entries()]
     return Contents(shared=shared, own={"random": None, "loader": None}, entries=entries), left_out
 
 
@@ -102,10 +104,15 @@ def _params(source: Source) -> dict[str, Any]:
     for row in source.rows:
         for name, shape in row.shapes.items():
             like = module.get(name, row.masters[0])
-            found[name] = {"shape": list(shape), "dtype": dtype_name(like.dtype), "trained": True}
+            found[name] = _param(shape, like.dtype, is_trained=True)
     for name, param in source.frozen.items():
-        found[name] = {"shape": list(param.shape), "dtype": dtype_name(param.tensors[0].dtype), "trained": False}
+        found[name] = _param(param.shape, param.tensors[0].dtype, is_trained=False)
     return found
+
+
+def _param(shape: tuple[int, ...], dtype: torch.dtype, *, is_trained: bool) -> dict[str, Any]:
+    # Never split: DeepSpeed's 16-bit weights are its master weights, rounded to even.
+    return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": is_trained, "is_split": False}
 
 
 def _scaler(scaler: Any) -> dict[str, float | int]:
@@ -195,10 +202,6 @@ def _entries(source: Source) -> Iterator[Entry]:
     for name, param in source.frozen.items():
         if param.places:
             yield _entry(f"model.{name}", param.shape, param.tensors[0].dtype, reader(param.tensors, param.places))
-
-
-def _buffer_entries(buffers: Mapping[str, Tensor]) -> Iterator[Entry]:
-    return (whole_entry(f"buffer.{name}", buffer) for name, buffer in buffers.items() if buffer.numel())
 
 
 def _entry(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]) -> Entry:

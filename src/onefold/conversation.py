@@ -1,0 +1,87 @@
+"""Owns what rank 0 and the others tell each other beside the loop, apart from all other traffic.
+
+The connections are made behind torch's back: whatever is in its books ends with `destroy_process_group`, and a save may
+be under way then.
+"""
+
+import pickle
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PATIENCE = timedelta(hours=2)
+"""How much longer one rank may write than another; one that is gone is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One exchange of objects between rank 0 and the others. Several may be held at once, from any threads."""
+
+    rank: int
+    num_ranks: int
+    _group: Any
+    _tag: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on rank 0; nothing on the others.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self.rank:
+            self._send(value, 0)
+            return []
+        return [value, *(self._receive(rank) for rank in range(1, self.num_ranks))]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        if self.rank:
+            return self._receive(0)
+        for rank in range(1, self.num_ranks):
+            with suppress(RuntimeError):  # a rank that is gone need not be told; the others have to be
+                self._send(value, rank)
+        return value
+
+    def _send(self, value: Any, rank: int) -> None:
+        data = bytearray(pickle.dumps(value))
+        for sent in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(data, dtype=torch.uint8)):
+            self._group.send([sent], rank, self._tag).wait()
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._group.recv([size], rank, self._tag).wait()
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._group.recv([data], rank, self._tag).wait()
+        return pickle.loads(data.numpy().tobytes())
+
+
+class Line:
+    """Connections between all ranks, for any number of conversations. Every rank makes it.
+
+    Args:
+        name: by which they find each other: equal on all ranks, and never used before.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, name: str) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        store = dist.distributed_c10d.PrefixStore(f"onefold-{name}", dist.distributed_c10d._get_default_store())
+        self._group = dist.ProcessGroupGloo(store, rank, num_ranks, _PATIENCE)
+        self._tags = count()
+
+    def next_tag(self) -> int:
+        """One that no conversation had; rank 0's counts."""
+        return next(self._tags)
+
+    def open(self, tag: int) -> Conversation:
+        """The conversation with a tag, equal on all ranks."""
+        return Conversation(self._rank, self._num_ranks, self._group, tag)
