@@ -158,6 +158,9 @@ def elsewhere(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
     (tmp_path / "code/onefold").mkdir(parents=True)
     (tmp_path / "code/onefold/__init__.py").write_text("")
+    # The Onefold under test may be installed as a finder of its own, before all paths; those of Python are classes.
+    alone = "import sys\nsys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]\n"
+    (tmp_path / "code/sitecustomize.py").write_text(alone)
     return tmp_path
 
 
