@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -187,6 +188,11 @@ def test_architecture_puts_every_file_on_its_floor():
 def test_the_picture_shows_every_file_but_the_roof():
     shown = re.findall(r"\b[a-z_]+\b", " ".join(re.findall(r">([^<]+)</text>", (DOCS / "house.svg").read_text())))
     assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} <= set(shown)
+
+
+def test_the_picture_is_what_its_script_draws():
+    house = run_path(str(ROOT / "scripts" / "house.py"))
+    assert (DOCS / "house.svg").read_text() == house["draw"](house["floors"]())
 
 
 def notes():

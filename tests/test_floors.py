@@ -40,15 +40,7 @@ FLOORS = (
     ),
     (
         "state",
-        (
-            "meeting",
-            "released",
-            "gradients",
-            "schedule",
-            "unit",
-            "bound",
-            *("reducer", "saved", "runtime", "autograd", "hooks", "activations"),
-        ),
+        ("meeting", "released", "gradients", "schedule", "unit", "bound", "reducer", "saved", "runtime", "hooks"),
     ),
     ("update", ("kernels", "rules", "fused", "elementwise", "scaler", "update", "session", "optimizer", "optimizers")),
     (
