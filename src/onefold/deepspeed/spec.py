@@ -5,7 +5,7 @@ Invariant: a `Translation` that exists can be carried out; nothing in it is "aut
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,43 @@ from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
 from onefold.plan import Plan
 
 
-class UncorrectedAdam(torch.optim.Optimizer):
+class PerParameter(torch.optim.Optimizer):
+    """An optimizer of DeepSpeed's that torch lacks, one parameter after another.
+
+    Attributes:
+        states: what it keeps of each parameter, in its shape, zeros at first.
+    """
+
+    states: ClassVar[tuple[str, ...]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if not self.state[param]:
+                    self.state[param].update({name: torch.zeros_like(param) for name in self.states})
+                self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class UncorrectedAdam(PerParameter):
     """Adam whose moments are not corrected for their start at zero (`bias_correction: false`, as BERT was trained).
 
     Args:
         decoupled: weight decay as in AdamW; false: as an L2 term of the gradient.
     """
+
+    states = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -36,23 +67,8 @@ class UncorrectedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.decoupled = decoupled
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return loss
-
     def _update(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[param]
-        if not state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         first, second = group["betas"]
         if not self.decoupled:
             grad = grad.add(param, alpha=group["weight_decay"])

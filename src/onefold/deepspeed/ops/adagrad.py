@@ -1,15 +1,15 @@
 """Owns DeepSpeed's Adagrad class, for `initialize`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from onefold.deepspeed.spec import OptimizerSpec
+from onefold.deepspeed.spec import OptimizerSpec, PerParameter
 from onefold.errors import OptimizerError
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Optimizer):
+class DeepSpeedCPUAdagrad(PerParameter):
     """Adagrad (Duchi et al. 2011) for state on the host. It makes no state before its first step, unlike torch's.
 
     Args:
@@ -17,6 +17,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Optimizer):
     Raises:
         OptimizerError: amsgrad, which Adagrad does not have.
     """
+
+    states = ("sum",)
 
     def __init__(
         self,
@@ -36,19 +38,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Optimizer):
         """What `initialize` runs in its place."""
         return OptimizerSpec("Adagrad", dict(self.defaults))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                grad = param.grad.add(param, alpha=group["weight_decay"])
-                total = self.state[param].setdefault("sum", torch.zeros_like(param))
-                total.addcmul_(grad, grad)
-                param.addcdiv_(grad, total.sqrt().add_(group["eps"]), value=-group["lr"])
-        return loss
+    def _update(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        total = self.state[param]["sum"]
+        grad = grad.add(param, alpha=group["weight_decay"])
+        total.addcmul_(grad, grad)
+        param.addcdiv_(grad, total.sqrt().add_(group["eps"]), value=-group["lr"])

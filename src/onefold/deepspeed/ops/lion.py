@@ -1,19 +1,21 @@
 """Owns DeepSpeed's Lion classes, for `initialize`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from onefold.deepspeed.spec import OptimizerSpec
+from onefold.deepspeed.spec import OptimizerSpec, PerParameter
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(PerParameter):
     """Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay.
 
     Args:
         model_params: parameters, or groups of them.
     """
+
+    states = ("exp_avg",)
 
     def __init__(
         self,
@@ -29,23 +31,12 @@ class Lion(torch.optim.Optimizer):
         """What `initialize` runs in its place."""
         return OptimizerSpec("Lion", dict(self.defaults))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(momentum.lerp(param.grad, 1 - first).sign_(), alpha=-group["lr"])
-                momentum.lerp_(param.grad, 1 - second)
-        return loss
+    def _update(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        momentum = self.state[param]["exp_avg"]
+        first, second = group["betas"]
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(momentum.lerp(grad, 1 - first).sign_(), alpha=-group["lr"])
+        momentum.lerp_(grad, 1 - second)
 
 
 class DeepSpeedCPULion(Lion):
