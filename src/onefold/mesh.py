@@ -13,21 +13,20 @@ norm up to the order of the fp64 sum. Other meshes of as many ranks agree to rou
 ((a + b) + c) + d.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onefold.comm import PLANES, Axis, CollectiveComm, Comm, Families, GlooComm, LocalComm, NcclComm, all_ranks
-from onefold.conversation import Conversation
+from onefold.comm import PLANES, Axis, Comm, Families, GlooComm, LocalComm, NcclComm, all_ranks
 from onefold.errors import ShardError
+from onefold.over import OverComm
 from onefold.streams import Chain, Finish
 
 _REPLICATE, _SHARD = ("replicate", "dp_replicate"), ("shard", "dp_shard")
 
 
-class GridComm(CollectiveComm):
+class GridComm(OverComm[Comm]):
     """Replicas of shards: a `Comm` made of two axes, and of one that is all ranks. See [Note: Replicas].
 
     Args:
@@ -37,10 +36,9 @@ class GridComm(CollectiveComm):
     """
 
     def __init__(self, everyone: Comm, shards: Axis, replicas: Axis) -> None:
-        self._everyone = everyone
+        super().__init__(everyone)
         self._shards = shards
         self._replicas = replicas
-        self.rank, self.num_ranks = everyone.rank, everyone.num_ranks
         self.shard, self.num_shards = shards.rank, shards.num_ranks
         self.replica, self.num_replicas = replicas.rank, replicas.num_ranks
         places = [tuple(place) for place in everyone.exchange([self.replica, self.shard])]
@@ -68,18 +66,6 @@ class GridComm(CollectiveComm):
     def broadcast(self, tensor: Tensor) -> None:
         self._replicas.broadcast(tensor)
         self._shards.broadcast(tensor)
-
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        return self._everyone.exchange(message)
-
-    def exchange_objects(self, value: Any) -> list[Any]:
-        return self._everyone.exchange_objects(value)
-
-    def control_group(self) -> Any:
-        return self._everyone.control_group()
-
-    def conversation(self) -> Conversation:
-        return self._everyone.conversation()
 
 
 def connect(device: torch.device, mesh: Any = None) -> Comm:
