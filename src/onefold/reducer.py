@@ -67,7 +67,9 @@ class Slots:
 
     def holds(self, slot: int) -> bool:
         """Whether `.grad` still stands for what lies in `gradients`."""
-        grad = self.flat.params[slot].grad
+        return self._stands(slot, self.flat.params[slot].grad)
+
+    def _stands(self, slot: int, grad: Tensor | None) -> bool:
         return isinstance(grad, ReducedGradient) or (grad is not None and grad is self.shown.get(slot))
 
     def forget_cleared(self) -> None:
@@ -84,7 +86,7 @@ class Slots:
             grads = [param.grad for param in self.flat.params]
         found = []
         for slot, (grad, was_touched) in enumerate(zip(grads, self.touched, strict=True)):
-            is_held = grad is not None and (grad is self.stand_ins[slot] or self.holds(slot))
+            is_held = self._stands(slot, grad)
             found.append((grad is not None, was_touched and is_held, was_touched and not is_held))
             if grad is None or is_held:
                 continue
