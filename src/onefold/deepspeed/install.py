@@ -5,7 +5,7 @@ package, and a module that Onefold lacks is an ImportError that says so.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -109,16 +109,10 @@ def install() -> None:
             f"{getattr(real, '__file__', _NAME)} is imported already; call onefold.deepspeed.install() before anything "
             "that imports deepspeed"
         )
-    late = [name for name in _missed(_ASK_EARLY.items())]
+    late = [name for name, mark in _ASK_EARLY.items() if name in sys.modules and not hasattr(sys.modules[name], mark)]
     if late:
         raise ConfigError(
             f"{late[0]} looked for deepspeed before, and found none; call onefold.deepspeed.install() before anything "
             "imports it"
         )
     sys.meta_path.insert(0, Stead())
-
-
-def _missed(asked: Iterable[tuple[str, str]]) -> Iterator[str]:
-    for module, name in asked:
-        if module in sys.modules and not hasattr(sys.modules[module], name):
-            yield module
