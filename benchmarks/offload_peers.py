@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from offload import BATCH, PEERS, WARM_UP, work
-from workload import SIZES, find_compilers, free_port, peak_bytes, timed
+from workload import SIZES, deepspeed_config, find_compilers, free_port, peak_bytes, timed
 
 LEARNING_RATE, CLIP = 1e-4, 1.0
 ADAM: dict[str, Any] = {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
@@ -41,25 +41,9 @@ Ready = tuple[Callable[[int], float], dict[str, Any]]
 
 
 def settings(stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: its defaults but for what the work asks for."""
     pinned = {"device": "cpu", "pin_memory": True}
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "offload_optimizer": pinned,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-    }
-    if stage == 3:
-        zero["offload_param"] = pinned
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": zero,
-        "steps_per_print": 10**9,
-    }
+    params = {"offload_param": pinned} if stage == 3 else {}
+    return deepspeed_config(BATCH, CLIP, ADAM, {"stage": stage, "offload_optimizer": pinned, **params})
 
 
 def deepspeed_zero(stage: int, size: float, device: str, note: Callable[[str], None]) -> Ready:

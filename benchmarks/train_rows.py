@@ -38,7 +38,7 @@ from torch import nn
 
 import onefold
 from onefold.plan import NAMED_PLANS
-from workload import SIZES, Work, find_compilers, free_port, peak_bytes, timed
+from workload import SIZES, Work, deepspeed_config, find_compilers, free_port, peak_bytes, timed
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
 PEERS = ("ddp", "fsdp2", "deepspeed_1", "deepspeed_2", "deepspeed_3")
@@ -213,16 +213,7 @@ def deepspeed(work: Work, row: Row, device: str) -> Ready:
     import deepspeed
 
     level = int(row.system[-1])
-    zero: dict[str, Any] = {"stage": level, "overlap_comm": True, "contiguous_gradients": True}
-    config = {
-        "train_micro_batch_size_per_gpu": work.batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": zero,
-        "steps_per_print": 10**9,
-    }
+    config = deepspeed_config(work.batch, CLIP, ADAM, {"stage": level})
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False)
     importlib.import_module("transformers.models.llama.modeling_llama")  # fails while zero.Init has torch patched
     born_apart = deepspeed.zero.Init(config_dict_or_path=config, enabled=level == 3, dtype=torch.bfloat16)

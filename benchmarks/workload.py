@@ -184,6 +184,19 @@ def find_compilers(device: str) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+def deepspeed_config(batch: int, clip: float, adam: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration: its defaults but for what the work asks for. `zero` goes into `zero_optimization`."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": {"overlap_comm": True, "contiguous_gradients": True, **zero},
+        "steps_per_print": 10**9,
+    }
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
