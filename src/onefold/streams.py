@@ -10,6 +10,7 @@ is done and holds a reference to every tensor that must stay alive until then. T
 On CPU a lane runs its work at once; what is asynchronous there is the collective itself, finished by `wait`.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -104,6 +105,17 @@ class Ticket:
         if self._finish_on_host is not None:
             self._finish_on_host()
         self.wait()
+
+
+class StreamTicket(Ticket):
+    """Of a stream's work. Dropped before anyone waited (a model that goes in mid-step), it still orders the current
+    stream after the work, or memory that it kept would be given out again too early."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self._keep and not sys.is_finalizing():
+            self.wait()
 
 
 def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
@@ -216,7 +228,7 @@ class StreamLane:
             if finish is not None:
                 finish()
             event = self.stream.record_event()
-        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep, event.query, event.synchronize)
+        return StreamTicket(lambda: torch.cuda.current_stream().wait_event(event), keep, event.query, event.synchronize)
 
 
 class StreamLanes:

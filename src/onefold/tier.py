@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 from weakref import finalize
 
@@ -115,6 +116,9 @@ class Host:
         self._cores = cores
         self.worker = Worker(device, cores)
         self._leaving: list[Ticket] = []
+        self._arriving: list[Ticket] = []
+        self._lock = Lock()
+        finalize(self, _let_all_arrive, self._arriving, self._leaving)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes, free = numel * dtype.itemsize, available_bytes()
@@ -133,7 +137,11 @@ class Host:
 
     def deliver(self, resting: Tensor, into: Tensor, after: Ticket) -> Ticket:
         self.up_bytes += resting.nbytes
-        return self._lanes.up.run(_copy(into, resting), after=[after], keep=[into, resting])
+        ticket = self._lanes.up.run(_copy(into, resting), after=[after], keep=[into, resting])
+        with self._lock:  # the worker delivers too
+            self._arriving[:] = [each for each in self._arriving if each.is_done is not None and not each.is_done()]
+            self._arriving.append(ticket)
+        return ticket
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         self.down_bytes += changed.nbytes
@@ -162,6 +170,13 @@ class Host:
             then(mark)
 
         return self.worker.submit(job)
+
+
+def _let_all_arrive(*moving: list[Ticket]) -> None:
+    """A model can go while its last copies are under way; the memory that they touch must not."""
+    for tickets in moving:
+        for ticket in tickets:
+            ticket.wait_on_host()
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -199,7 +214,7 @@ def pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
             "(ulimit -l unlimited), or use a plan that keeps less on the host"
         )
     # The window dies with the tensor's storage; the pages, held here, outlive their registration.
-    finalize(window, _unlock, runtime, tensor.data_ptr(), pages)
+    finalize(window, _unlock, runtime, tensor.data_ptr(), pages).atexit = False  # copies may still be under way then
     return tensor
 
 
