@@ -115,8 +115,9 @@ class Host:
         self._lanes = lanes
         self._cores = cores
         self.worker = Worker(device, cores)
-        self._leaving: list[Ticket] = []
-        self._arriving: list[Ticket] = []
+        # What moves, and the memory here that it needs: a ticket lets go of that once a stream is ordered after it.
+        self._leaving: list[tuple[Ticket, Tensor]] = []
+        self._arriving: list[tuple[Ticket, Tensor]] = []
         self._lock = Lock()
         finalize(self, _let_all_arrive, self._arriving, self._leaving)
 
@@ -139,24 +140,23 @@ class Host:
         self.up_bytes += resting.nbytes
         ticket = self._lanes.up.run(_copy(into, resting), after=[after], keep=[into, resting])
         with self._lock:  # the worker delivers too
-            self._arriving[:] = [each for each in self._arriving if each.is_done is not None and not each.is_done()]
-            self._arriving.append(ticket)
+            self._arriving[:] = [each for each in self._arriving if _is_moving(each[0])]
+            self._arriving.append((ticket, resting))
         return ticket
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         self.down_bytes += changed.nbytes
         ticket = self._lanes.down.run(_copy(resting, changed), after=[self._lanes.mark()], keep=[resting, changed])
-        self._leaving.append(ticket)
+        self._leaving.append((ticket, resting))
         self._let_go()
         return ticket
 
     def _let_go(self) -> None:
         """Free device memory whose copy has left; what leaves never piles up."""
         while self._leaving:
-            oldest = self._leaving[0]
-            if len(self._leaving) <= _MOST_LEAVING and oldest.is_done is not None and not oldest.is_done():
+            if len(self._leaving) <= _MOST_LEAVING and _is_moving(self._leaving[0][0]):
                 return
-            self._leaving.pop(0).wait_on_host()
+            self._leaving.pop(0)[0].wait_on_host()
 
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
@@ -172,10 +172,14 @@ class Host:
         return self.worker.submit(job)
 
 
-def _let_all_arrive(*moving: list[Ticket]) -> None:
+def _is_moving(ticket: Ticket) -> bool:
+    return ticket.is_done is not None and not ticket.is_done()
+
+
+def _let_all_arrive(*moving: list[tuple[Ticket, Tensor]]) -> None:
     """A model can go while its last copies are under way; the memory that they touch must not."""
-    for tickets in moving:
-        for ticket in tickets:
+    for copies in moving:
+        for ticket, _ in copies:
             ticket.wait_on_host()
 
 

@@ -264,7 +264,7 @@ class Unit:
                 ready = flat.publish(self._lanes, after)
                 if is_part:
                     launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
-                    ready = self._lanes.gather.run(launch, after=[ready])
+                    ready = self._lanes.gather.run(launch, after=[ready], keep=[flat.buffer.whole, flat.weight])
         self._tickets.append(ready)
 
     def finish_update(self) -> None:
