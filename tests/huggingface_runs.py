@@ -1,8 +1,8 @@
 """Owns scripts written for DeepSpeed with transformers and accelerate, and runs them on ranks of their own.
 
 As a script it is given "onefold" or "deepspeed" and a directory. It imports the libraries once and forks two ranks,
-which run everything in `RUNS`; rank 0 writes down what came out. No pytest here: what the libraries think of DeepSpeed
-is a property of the process, so that neither kind of run reaches other tests.
+which run everything in `RUNS`, or in `THEIRS`; rank 0 writes down what came out. No pytest here: what the libraries
+think of DeepSpeed is a property of the process, so that neither kind of run reaches other tests.
 """
 
 import copy
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from apart import prepare_deepspeed, run_ranks
 from huggingface_data import OFFLOAD, OWN, WORDS, Sorted, Words, arguments, begin, config, unset, zero
+from huggingface_lora import born, born_with_deepspeed
 
 NUM_RANKS = 2
 
@@ -230,14 +231,16 @@ RUNS = {
     "resumed": resumed,
     "adapted": adapted,
     "grown": grown,
+    "born": born,
     "accelerated": accelerated,
 }
+THEIRS = {"levels": levels, "grown": grown, "born": born_with_deepspeed}
 
 
 def act(rank, num_ranks, directory):
     """What each forked rank does."""
-    for name in sys.argv[3:] or RUNS:
-        found = RUNS[name](directory / name, directory / "base")
+    for name, run in (RUNS if sys.argv[1] == "onefold" else THEIRS).items():
+        found = run(directory / name, directory / "base")
         if rank == 0:
             torch.save(found, directory / f"{name}.pt")
 
