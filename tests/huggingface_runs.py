@@ -6,6 +6,7 @@ think of DeepSpeed is a property of the process, so that neither kind of run rea
 """
 
 import copy
+import json
 import os
 import sys
 from pathlib import Path
@@ -112,13 +113,17 @@ def adapted(directory, base):
 
     from onefold.deepspeed.zero import GatheredParameters
 
+    def trainer_of(name, seed, stage, **more):
+        args = arguments(directory / name, zero(stage, **OFFLOAD), **more)
+        torch.manual_seed(seed)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+        return Trainer(model=model, args=args, train_dataset=Words(64))
+
     found = {}
     words = Words(4, seed=2).words
     for stage in (2, 3):
-        args = arguments(directory / str(stage), zero(stage, **OFFLOAD))
-        torch.manual_seed(7)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
-        trainer = Trainer(model=model, args=args, train_dataset=Words(64))
+        trainer = trainer_of(str(stage), 7, stage, save_strategy="steps", save_steps=2)
+        model = trainer.model
         trainer.train()
         trainer.save_model(str(directory / f"adapter{stage}"))
         with torch.no_grad(), GatheredParameters(list(model.parameters())):
@@ -129,6 +134,11 @@ def adapted(directory, base):
         plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory / f"adapter{stage}")
         with torch.no_grad():
             found[stage] = trained, plain(input_ids=words).logits
+    trainer = trainer_of("resumed", 8, 2)
+    trainer.train(resume_from_checkpoint=str(directory / "3" / "checkpoint-2"))
+    saved = json.loads((directory / "3" / "checkpoint-2" / "global_step2" / "checkpoint.json").read_text())
+    found["saved"] = list(saved["params"])
+    found["resumed"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return found
 
 

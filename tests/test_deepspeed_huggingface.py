@@ -85,6 +85,13 @@ def test_adapters_are_trained_and_saved(results, stage):
     assert found[f"losses{stage}"] != results("onefold", "levels")[f"zero{stage}"]["losses"]
 
 
+def test_adapters_are_saved_without_what_they_adapt_and_go_on_under_another_level(results):
+    found = results("onefold", "adapted")
+    assert len(found["saved"]) == 4
+    assert all("lora_" in name for name in found["saved"])
+    assert close(found["resumed"], found["losses3"], 1e-5)
+
+
 def test_a_model_made_of_a_configuration_rests_in_parts_and_has_its_own_initializers_values(results):
     found = results("onefold", "grown")
     assert found["asleep"]
