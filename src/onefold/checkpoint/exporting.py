@@ -37,8 +37,8 @@ class CheckpointExport:
         where = self._reader.directory / SHARED
         if understood(where, lambda: self._reader.shared["files"]) is None:
             raise CheckpointError(
-                f"{path} holds adapters, or state that files of weights cannot hold: load it into its model and "
-                "export that"
+                f"{path} holds adapters, no frozen weights, or state that files of weights cannot hold: load it into "
+                "its model and export that"
             )
         self._entries: list[Entry] = understood(where, self._found)
         self._configs = understood(where, self._configurations)
