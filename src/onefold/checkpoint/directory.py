@@ -11,7 +11,7 @@ nobody holds any more; the next save beside it removes it, or brings it back.
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,10 @@ class Found:
 
     path: Path
     saved_ns: int
+
+
+class Damaged(CheckpointError):
+    """The checkpoint is not whole; an older one may be."""
 
 
 class Workplace:
@@ -184,6 +188,28 @@ def candidates(path: Path) -> tuple[list[Path], list[str]]:
     if not whole:
         raise CheckpointError(f"there is no whole checkpoint in {parent}{': ' + '; '.join(passed) if passed else ''}")
     return whole, passed
+
+
+def next_candidate(
+    paths: Sequence[Path], passed: Sequence[str], damaged: Mapping[Path, Damaged]
+) -> tuple[Path, list[str]]:
+    """The best of `candidates` that has not turned out to be damaged, and all that is passed over for it.
+
+    Raises:
+        CheckpointError: there is none left.
+    """
+    every = [*passed, *(f"{path.name} ({error})" for path, error in damaged.items())]
+    for path in paths:
+        if path not in damaged:
+            return path, every
+    error = damaged[paths[-1]]
+    raise CheckpointError("; passed over: ".join([str(error), *every[:-1]])) from error
+
+
+def tell_passed(did: str, path: Path, passed: Sequence[str]) -> None:
+    """Put into the log what was passed over for `path`."""
+    if passed:
+        logging.getLogger("onefold").warning("%s %s; passed over: %s", did, path, "; ".join(passed))
 
 
 def _replaced(target: Path) -> Path:
