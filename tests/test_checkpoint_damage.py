@@ -3,8 +3,10 @@ error that names the file, and `latest` falls back to the checkpoint before."""
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -25,8 +27,22 @@ def flip(place):
     return damage
 
 
+def instead(make):
+    def replace_file(path):
+        path.unlink()
+        make(path)
+
+    return replace_file
+
+
+INSTEAD = {
+    "missing": Path.unlink,
+    "a directory": instead(Path.mkdir),
+    "a pipe": instead(os.mkfifo),
+    "a link to itself": instead(lambda path: path.symlink_to(path.name)),
+}
 WAYS = {
-    "missing": None,
+    **INSTEAD,
     "first bit": flip(0.0),
     "middle bit": flip(0.5),
     "last bit": flip(1.0),
@@ -48,8 +64,8 @@ def save_both(rank, num_ranks, directory):
 
 def harm(directory, name, way):
     path = directory / "step-3" / name
-    if way == "missing":
-        path.unlink()
+    if way in INSTEAD:
+        INSTEAD[way](path)
     elif way == "of the one before":
         shutil.copy(directory / "step-2" / name, path)
     else:
@@ -96,7 +112,7 @@ def test_damage_to_any_file_is_told_and_the_checkpoint_before_is_taken(ranks, tm
             # One rank has no use for what the other kept for itself, and does not read it.
             unread = num_ranks == 1 and name == "rank-00001.json"
             sizes = {(tmp_path / which / "step-3" / name) for which in ("whole", case)}
-            same_size = all(path.exists() for path in sizes) and len({path.stat().st_size for path in sizes}) == 1
+            same_size = all(path.is_file() for path in sizes) and len({path.stat().st_size for path in sizes}) == 1
             # That manifest is whole, and of the same moment as the checkpoint before, but the rest is not of it.
             blamed = SHARED if case == f"{MANIFEST} of the one before" else name
             cases.append((case, blamed, unread and same_size))

@@ -124,7 +124,9 @@ def test_damage_to_the_newest_checkpoint_is_told_and_the_one_before_is_exported(
         with pytest.raises(CheckpointError, match=name):
             onefold.export(place / "step-3", out)
         shutil.rmtree(place / "step-2")
-        shutil.copytree(place / "step-3", place / "step-2")
+        (place / "step-3").rename(place / "step-2")
+        shutil.copytree(whole / "step-3", place / "step-3")
+        harm(place, name, way)
         with pytest.raises(CheckpointError, match=f"step-.*{name}.*step-.*{name}"):
             onefold.export(place / "latest", out)
         assert not out.exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-from onefold.checkpoint.files import AT_ONCE
+from onefold.checkpoint.files import AT_ONCE, Files, read_file
 from onefold.errors import CheckpointError
 
 FORMAT, VERSION = "onefold checkpoint", 1
@@ -65,9 +65,9 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{directory} is not a whole checkpoint: {path} cannot be read ({error})") from error
+        text = understood(path, lambda: read_file(Files(), path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory} is not a whole checkpoint: {error}") from error
     return understood(path, lambda: _parse(path, text))
 
 
