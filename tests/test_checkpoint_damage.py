@@ -5,12 +5,15 @@ import json
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import onefold
 from checkpoint_faults import SmallRun, after, same
@@ -86,7 +89,7 @@ def load_each(rank, num_ranks, directory, cases):
             if not (harmless and same(run.state(), want[3])):
                 wrong.append(f"{case}: loaded")
         except CheckpointError as error:
-            if harmless or str(place / "step-3" / name) not in str(error):
+            if harmless or str(place / "step-3" / name) not in str(error) or "is no value" in str(error):
                 wrong.append(f"{case}: {error}")
         except Exception as error:
             wrong.append(f"{case}: {error!r}")
@@ -183,28 +186,82 @@ FORGED_TENSORS = {
 
 
 class Overtaken(Files):
-    """As if another run saved with `keep_last=1` meanwhile: once something of step 2 is read, there is step 3 only."""
+    """As if another run saved with `keep_last=1` meanwhile: once a file of step 2 is read, there is step 3 only, under
+    the same name or another."""
 
-    def __init__(self, directory):
-        self.directory = directory
+    def __init__(self, directory, file, name):
+        self.directory, self.file, self.name = directory, file, name
 
     def read_into(self, file, data):
-        if "step-2" in file.name and (self.directory / "step-2").exists():
-            (self.directory / "else" / "step-3").rename(self.directory / "step-3")
-            shutil.rmtree(self.directory / "step-2")
+        place = self.directory / "step-2"
+        if file.name == str(place / self.file) and (self.directory / ".new").exists():
+            place.rename(self.directory / ".old")
+            (self.directory / ".new").rename(self.directory / self.name)
+            shutil.rmtree(self.directory / ".old")
         return super().read_into(file, data)
 
 
-def load_overtaken(rank, num_ranks, directory):
+def load_overtaken(rank, num_ranks, directory, file, name, meant):
     run = SmallRun(seed=5)
-    return run.load(directory / "latest", files=Overtaken(directory)), same(run.state(), after(3))
+    found = run.load(directory / meant, files=Overtaken(directory, file, name))
+    return found, same(run.state(), after(found)), (directory / ".new").exists()
 
 
-def test_a_newest_checkpoint_that_is_removed_meanwhile_gives_way_to_its_successor(ranks, tmp_path):
+@pytest.mark.parametrize("file", [SHARED, "rank-00000.json", "rank-00000.sums", "rank-00000.data"])
+@pytest.mark.parametrize(("name", "meant"), [("step-3", "latest"), ("step-2", "latest"), ("step-2", "step-2")])
+def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_its_successor(ranks, tmp_path, file, name, meant):
     ranks(1).run(save_both, tmp_path)
-    (tmp_path / "else").mkdir()
-    (tmp_path / "step-3").rename(tmp_path / "else" / "step-3")
-    assert ranks(1).run(load_overtaken, tmp_path) == [(3, True)]
+    (tmp_path / "step-3").rename(tmp_path / ".new")
+    step = 2 if file == "rank-00000.data" else 3  # that file is the last to be opened, and an open one stays readable
+    assert ranks(1).run(load_overtaken, tmp_path, file, name, meant) == [(step, True, False)]
+
+
+@contextmanager
+def unprivileged():
+    """Inside, the system does not let this process read just anything: what tests run as may be the superuser."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def load_unreadable(rank, num_ranks):
+    """What loading and exporting give where this process may not read the newest checkpoint, or what lies around it."""
+    with TemporaryDirectory() as made:  # not pytest's, below which nobody else may look
+        directory = Path(made)
+        directory.chmod(0o777)
+        run = SmallRun()
+        save_both(rank, num_ranks, directory / "all")
+        run.load(directory / "all" / "latest")
+        onefold.export(directory / "all" / "latest", directory / "out")
+        (directory / "out").chmod(0o777)
+        found, told = [], []
+        (directory / "all" / "step-3").chmod(0)
+        with unprivileged():
+            found.append(run.load(directory / "all" / "latest"))
+            onefold.export(directory / "all" / "latest", directory / "out" / "latest")
+        found.append(same(load_file(directory / "out" / "latest" / "model.safetensors"), dict(after(2))))
+        (directory / "all").chmod(0)
+        with unprivileged():
+            for attempt in (
+                lambda: run.load(directory / "all" / "latest"),
+                lambda: run.load(directory / "all" / "step-2"),
+                lambda: onefold.export(directory / "all" / "latest", directory / "out" / "other"),
+            ):
+                with pytest.raises(CheckpointError) as caught:
+                    attempt()
+                told.append(str(caught.value).removeprefix(made))
+        for path in (directory / "all", directory / "all" / "step-3"):
+            path.chmod(0o700)
+    return found, told
+
+
+def test_what_may_not_be_read_is_passed_over_or_told(ranks):
+    ((found, told),) = ranks(1).run(load_unreadable)
+    assert found == [2, True]
+    assert told == [f"/all/{name} cannot be read: Permission denied" for name in ("latest", "step-2", "latest")]
 
 
 def exported(place, out):

@@ -116,6 +116,8 @@ def decode(value: Any, fetch: Callable[[str], Tensor] | None = None) -> Any:
         return {key: decode(item, fetch) for key, item in value.items()}
     try:
         return _decode_tagged(value, fetch)
+    except CheckpointError:
+        raise  # of the file that a tensor comes from, or a value within this one
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{value.get(_TAG)!r} is no value that this version can read ({error!r})") from error
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_of
-from onefold.checkpoint.directory import Damaged, candidates, next_candidate, tell_passed
+from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
 from onefold.checkpoint.manifest import SHARED, understood
 from onefold.checkpoint.storage import Reader
 from onefold.dtypes import Precision, split
@@ -40,13 +40,13 @@ def export_checkpoint(path: Path, dtype: "torch.dtype | str | None", max_file_by
         WeightsError: the directory cannot be written.
     """
     chosen = Precision(params=dtype).params
-    damaged: dict[Path, Damaged] = {}
+    damaged: dict[Found, Damaged] = {}
     while True:
         # Looked at again for each attempt: a run may have saved, and removed old checkpoints, meanwhile.
         candidate, passed = next_candidate(*candidates(path.absolute()), damaged)
         try:
             with _damage():
-                reader = Reader(candidate)
+                reader = Reader(candidate.path)
                 reader.check_sizes()
             with closing(reader):
                 export = _Export(reader, chosen if isinstance(chosen, torch.dtype) else None)
@@ -54,7 +54,7 @@ def export_checkpoint(path: Path, dtype: "torch.dtype | str | None", max_file_by
         except Damaged as error:
             damaged[candidate] = error
         else:
-            return tell_passed("exported", candidate, passed)
+            return tell_passed("exported", candidate.path, passed)
 
 
 @contextmanager

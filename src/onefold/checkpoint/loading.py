@@ -18,7 +18,7 @@ from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
 from onefold.checkpoint.contents import check_given, check_same, several
-from onefold.checkpoint.directory import Damaged, candidates, next_candidate, tell_passed
+from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
 from onefold.checkpoint.entries import buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import SHARED, file_of, understood
@@ -41,19 +41,19 @@ def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
     agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
     agree(partial(as_ours, session.wait_for_saves))
     job.check()
-    damaged: dict[Path, Damaged] = {}
+    damaged: dict[Found, Damaged] = {}
     while True:
         # What rank 0 sees counts: others may see a directory that changes at another moment. It is looked at again for
-        # each attempt: another run may have removed a checkpoint meanwhile, and left a newer one.
-        paths, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
-        candidate, passed = next_candidate(paths, passed, damaged)
+        # each attempt: another run may have removed or replaced a checkpoint meanwhile, and left a newer one.
+        found, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
+        candidate, passed = next_candidate(found, passed, damaged)
         try:
-            read = job.run(candidate, rest)
+            read = job.run(candidate.path, rest)
         except Damaged as error:
             damaged[candidate] = error
             continue
         if session.comm.rank == 0:
-            tell_passed("loading", candidate, passed)
+            tell_passed("loading", candidate.path, passed)
         return agree(partial(as_ours, partial(rest.take, session, read)))
 
 
