@@ -1,6 +1,7 @@
 """Promise: whatever has happened to the files of a checkpoint, or whoever made them, `load` gives what was saved or an
 error that names the file, and `latest` falls back to the checkpoint before."""
 
+import gzip
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import onefold
 from checkpoint_faults import SmallRun, after, same
+from onefold.checkpoint.codec import packed, unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
 from onefold.errors import CheckpointError, OnefoldError
@@ -113,7 +115,7 @@ def test_damage_to_any_file_is_told_and_the_checkpoint_before_is_taken(ranks, tm
             shutil.copytree(tmp_path / "whole", tmp_path / case)
             harm(tmp_path / case, name, way)
             # One rank has no use for what the other kept for itself, and does not read it.
-            unread = num_ranks == 1 and name == "rank-00001.json"
+            unread = num_ranks == 1 and name == "rank-00001.json.gz"
             sizes = {(tmp_path / which / "step-3" / name) for which in ("whole", case)}
             same_size = all(path.is_file() for path in sizes) and len({path.stat().st_size for path in sizes}) == 1
             # That manifest is whole, and of the same moment as the checkpoint before, but the rest is not of it.
@@ -176,7 +178,7 @@ FORGED_TENSORS = {
     "before the file": last_part(lambda *part: [[*part[:3], -4]]),
     "between bytes": last_part(lambda *part: [[*part[:3], 0.5]]),
     "another directory": last_part(lambda *part: [[*part[:2], "../step-2/rank-00001.data", part[3]]]),
-    "no data file": last_part(lambda *part: [[*part[:2], "checkpoint.json", 0]]),
+    "no data file": last_part(lambda *part: [[*part[:2], SHARED, 0]]),
     "other dims": last_part(lambda offsets, *rest: [[[3], *rest]]),
     "sizes of nothing": last_part(lambda offsets, sizes, *rest: [[offsets, sizes, *rest], [offsets, [0, 6], *rest]]),
     "no run": lambda tensors: tensors[WEIGHT].update(
@@ -207,7 +209,7 @@ def load_overtaken(rank, num_ranks, directory, file, name, meant):
     return found, same(run.state(), after(found)), (directory / ".new").exists()
 
 
-@pytest.mark.parametrize("file", [SHARED, "rank-00000.json", "rank-00000.sums", "rank-00000.data"])
+@pytest.mark.parametrize("file", [SHARED, "rank-00000.json.gz", "rank-00000.sums", "rank-00000.data"])
 @pytest.mark.parametrize(("name", "meant"), [("step-3", "latest"), ("step-2", "latest"), ("step-2", "step-2")])
 def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_its_successor(ranks, tmp_path, file, name, meant):
     ranks(1).run(save_both, tmp_path)
@@ -294,27 +296,28 @@ def load_forged(rank, num_ranks, directory, whole):
 
         wrong.extend(f"{case}: {told}" for told in exported(place, directory / "out"))
 
-    shared = json.loads((whole / SHARED).read_bytes())
-    own = json.loads((whole / "rank-00000.json").read_bytes())
-    for file, text, prefix in ((SHARED, shared, "shared"), ("rank-00000.json", own, "own")):
+    shared = unpacked((whole / SHARED).read_bytes())
+    own = unpacked((whole / "rank-00000.json.gz").read_bytes())
+    for file, text, prefix in ((SHARED, shared, "shared"), ("rank-00000.json.gz", own, "own")):
         for key in text:
             for number, value in enumerate((..., *NONSENSE)):
                 case = f"{prefix} {key} {value!r}"
                 place = shutil.copytree(whole, directory / f"{prefix}-{key}-{number}")
                 forged = {k: v for k, v in text.items() if k != key} | ({} if value is ... else {key: value})
-                forge(place, file, json.dumps(forged).encode())
+                forge(place, file, packed(forged))
                 attempt(case, place, file)
                 shutil.rmtree(place)
     for case, change in FORGED_TENSORS.items():
         place = shutil.copytree(whole, directory / case)
         tensors = json.loads(json.dumps(shared["tensors"]))
         change(tensors)
-        forge(place, SHARED, json.dumps({**shared, "tensors": tensors}).encode())
+        forge(place, SHARED, packed({**shared, "tensors": tensors}))
         attempt(case, place, SHARED, must_fail=True)
     for number, text in enumerate((b"", b"[]", b"7", b"null", b"nonsense", b"\xff\xfe", DEEP, b"9" * 5000)):
-        place = shutil.copytree(whole, directory / f"text-{number}")
-        forge(place, SHARED, text)
-        attempt(f"text {text[:20]}", place, SHARED, must_fail=True)
+        for way, wrap in (("text", gzip.compress), ("plain", bytes), ("twice", lambda text: 2 * gzip.compress(text))):
+            place = shutil.copytree(whole, directory / f"{way}-{number}")
+            forge(place, SHARED, wrap(text))
+            attempt(f"{way} {text[:20]}", place, SHARED, must_fail=True)
         place = shutil.copytree(whole, directory / f"manifest-{number}")
         (place / MANIFEST).write_bytes(text)
         attempt(f"manifest {text[:20]}", place, MANIFEST, must_fail=True)
@@ -331,9 +334,9 @@ def test_a_forged_checkpoint_loads_as_what_it_says_or_is_refused_by_file(ranks, 
 @pytest.mark.parametrize("name", ["../else", "{}/else", "config.json/../../else", "tokenizer.json"])
 def test_a_forged_checkpoint_writes_nothing_but_what_an_export_has(ranks, tmp_path, name):
     ranks(1).run(save_both, tmp_path)
-    shared = json.loads((tmp_path / "step-3" / SHARED).read_bytes())
+    shared = unpacked((tmp_path / "step-3" / SHARED).read_bytes())
     shared["files"]["configs"] = {name.format(tmp_path): {}, "config.json": {"mine": 1}}
-    forge(tmp_path / "step-3", SHARED, json.dumps(shared).encode())
+    forge(tmp_path / "step-3", SHARED, packed(shared))
     onefold.export(tmp_path / "step-3", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-2", "step-3"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]

@@ -3,8 +3,8 @@
 [Note: Blocks]
 A data file has a checksum for each of its blocks, in a file beside it. So a rank that reads only its slice of a file
 checks every byte that it uses, and reads less than two blocks more for each run of bytes that it wants. Runs are
-about as long as the tensors in the file; so blocks are as long as a small part of these, within bounds: a disk reads 4
-KiB at least, and longer blocks than 64 KiB save nothing.
+about as long as the tensors in the file; so blocks are as long as a small part of these, within bounds: checksums of
+shorter blocks than 1 KiB are more bytes than they spare, and longer blocks than 64 KiB save nothing.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ from torch import Tensor
 from onefold.errors import CheckpointError
 from onefold.replace import exchange
 
-LEAST_BLOCK, MOST_BLOCK = 2**12, 2**16
+LEAST_BLOCK, MOST_BLOCK = 2**10, 2**16
 _BLOCKS_OF_A_TENSOR = 256
 AT_ONCE = 2**22
 """Bytes copied, checked and written at once: a multiple of every block."""

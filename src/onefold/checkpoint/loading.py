@@ -21,7 +21,7 @@ from onefold.checkpoint.contents import check_given, check_same, several
 from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
 from onefold.checkpoint.entries import buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
-from onefold.checkpoint.manifest import SHARED, file_of, understood
+from onefold.checkpoint.manifest import OWN, SHARED, file_of, understood
 from onefold.checkpoint.plans import EntryLoadPlanner
 from onefold.checkpoint.saving import alone_is_fine, as_ours, failure
 from onefold.checkpoint.storage import Reader
@@ -105,7 +105,7 @@ class Rest:
             with _taking(where, "the loader"):
                 self.loader.load_state_dict(decode(read.own["loader"]))
         if self.random_states and read.own.get("random") is not None:  # a checkpoint that was imported has none
-            own = where / file_of(session.comm.rank, "json")
+            own = where / file_of(session.comm.rank, OWN)
             understood(own, lambda: _take_random(session.device, decode(read.own["random"])))
         return read.extra
 
