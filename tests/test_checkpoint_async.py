@@ -15,7 +15,9 @@ import torch
 import checkpoint_ends
 import onefold
 from checkpoint_faults import Fault, Small, SmallRun, after, same
+from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
+from onefold.checkpoint.manifest import OWN, SHARED
 from onefold.errors import CheckpointError
 from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
@@ -113,9 +115,9 @@ def test_what_is_saved_beside_training_is_the_moment_it_was_asked_for(ranks, tmp
     assert names == sorted(path.name for path in (tmp_path / "beside").iterdir())
     for name in names:
         one, other = ((tmp_path / which / name).read_bytes() for which in ("at once", "beside"))
-        if name == "checkpoint.json":
+        if name == SHARED:
             one, other = (
-                {key: value for key, value in json.loads(text).items() if not key.startswith("saved_")}
+                {key: value for key, value in unpacked(text).items() if not key.startswith("saved_")}
                 for text in (one, other)
             )
         if name != "manifest.json":
@@ -197,7 +199,7 @@ class After(Files):
 
     def sync(self, file):
         super().sync(file)
-        if file.name.endswith(".json"):
+        if file.name.endswith(OWN):
             self.wrote.set()
 
 
@@ -286,7 +288,9 @@ PROGRAM = """
 import sys, threading
 sys.path[:0] = {path!r}
 from checkpoint_faults import SmallRun
+from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
+from onefold.checkpoint.manifest import OWN, SHARED
 
 class AfterTheEnd(Files):
     def write(self, file, data, offset):

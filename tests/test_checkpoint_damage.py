@@ -1,17 +1,24 @@
 """Promise: whatever has happened to the files of a checkpoint, or whoever made them, `load` gives what was saved or an
 error that names the file, and `latest` falls back to the checkpoint before."""
 
+import gzip
 import json
 import logging
+import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import onefold
 from checkpoint_faults import SmallRun, after, same
+from onefold.checkpoint.codec import packed, unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
 from onefold.errors import CheckpointError, OnefoldError
@@ -25,8 +32,22 @@ def flip(place):
     return damage
 
 
+def instead(make):
+    def replace_file(path):
+        path.unlink()
+        make(path)
+
+    return replace_file
+
+
+INSTEAD = {
+    "missing": Path.unlink,
+    "a directory": instead(Path.mkdir),
+    "a pipe": instead(os.mkfifo),
+    "a link to itself": instead(lambda path: path.symlink_to(path.name)),
+}
 WAYS = {
-    "missing": None,
+    **INSTEAD,
     "first bit": flip(0.0),
     "middle bit": flip(0.5),
     "last bit": flip(1.0),
@@ -48,8 +69,8 @@ def save_both(rank, num_ranks, directory):
 
 def harm(directory, name, way):
     path = directory / "step-3" / name
-    if way == "missing":
-        path.unlink()
+    if way in INSTEAD:
+        INSTEAD[way](path)
     elif way == "of the one before":
         shutil.copy(directory / "step-2" / name, path)
     else:
@@ -70,7 +91,7 @@ def load_each(rank, num_ranks, directory, cases):
             if not (harmless and same(run.state(), want[3])):
                 wrong.append(f"{case}: loaded")
         except CheckpointError as error:
-            if harmless or str(place / "step-3" / name) not in str(error):
+            if harmless or str(place / "step-3" / name) not in str(error) or "is no value" in str(error):
                 wrong.append(f"{case}: {error}")
         except Exception as error:
             wrong.append(f"{case}: {error!r}")
@@ -94,9 +115,9 @@ def test_damage_to_any_file_is_told_and_the_checkpoint_before_is_taken(ranks, tm
             shutil.copytree(tmp_path / "whole", tmp_path / case)
             harm(tmp_path / case, name, way)
             # One rank has no use for what the other kept for itself, and does not read it.
-            unread = num_ranks == 1 and name == "rank-00001.json"
+            unread = num_ranks == 1 and name == "rank-00001.json.gz"
             sizes = {(tmp_path / which / "step-3" / name) for which in ("whole", case)}
-            same_size = all(path.exists() for path in sizes) and len({path.stat().st_size for path in sizes}) == 1
+            same_size = all(path.is_file() for path in sizes) and len({path.stat().st_size for path in sizes}) == 1
             # That manifest is whole, and of the same moment as the checkpoint before, but the rest is not of it.
             blamed = SHARED if case == f"{MANIFEST} of the one before" else name
             cases.append((case, blamed, unread and same_size))
@@ -157,7 +178,7 @@ FORGED_TENSORS = {
     "before the file": last_part(lambda *part: [[*part[:3], -4]]),
     "between bytes": last_part(lambda *part: [[*part[:3], 0.5]]),
     "another directory": last_part(lambda *part: [[*part[:2], "../step-2/rank-00001.data", part[3]]]),
-    "no data file": last_part(lambda *part: [[*part[:2], "checkpoint.json", 0]]),
+    "no data file": last_part(lambda *part: [[*part[:2], SHARED, 0]]),
     "other dims": last_part(lambda offsets, *rest: [[[3], *rest]]),
     "sizes of nothing": last_part(lambda offsets, sizes, *rest: [[offsets, sizes, *rest], [offsets, [0, 6], *rest]]),
     "no run": lambda tensors: tensors[WEIGHT].update(
@@ -167,28 +188,82 @@ FORGED_TENSORS = {
 
 
 class Overtaken(Files):
-    """As if another run saved with `keep_last=1` meanwhile: once something of step 2 is read, there is step 3 only."""
+    """As if another run saved with `keep_last=1` meanwhile: once a file of step 2 is read, there is step 3 only, under
+    the same name or another."""
 
-    def __init__(self, directory):
-        self.directory = directory
+    def __init__(self, directory, file, name):
+        self.directory, self.file, self.name = directory, file, name
 
     def read_into(self, file, data):
-        if "step-2" in file.name and (self.directory / "step-2").exists():
-            (self.directory / "else" / "step-3").rename(self.directory / "step-3")
-            shutil.rmtree(self.directory / "step-2")
+        place = self.directory / "step-2"
+        if file.name == str(place / self.file) and (self.directory / ".new").exists():
+            place.rename(self.directory / ".old")
+            (self.directory / ".new").rename(self.directory / self.name)
+            shutil.rmtree(self.directory / ".old")
         return super().read_into(file, data)
 
 
-def load_overtaken(rank, num_ranks, directory):
+def load_overtaken(rank, num_ranks, directory, file, name, meant):
     run = SmallRun(seed=5)
-    return run.load(directory / "latest", files=Overtaken(directory)), same(run.state(), after(3))
+    found = run.load(directory / meant, files=Overtaken(directory, file, name))
+    return found, same(run.state(), after(found)), (directory / ".new").exists()
 
 
-def test_a_newest_checkpoint_that_is_removed_meanwhile_gives_way_to_its_successor(ranks, tmp_path):
+@pytest.mark.parametrize("file", [SHARED, "rank-00000.json.gz", "rank-00000.sums", "rank-00000.data"])
+@pytest.mark.parametrize(("name", "meant"), [("step-3", "latest"), ("step-2", "latest"), ("step-2", "step-2")])
+def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_its_successor(ranks, tmp_path, file, name, meant):
     ranks(1).run(save_both, tmp_path)
-    (tmp_path / "else").mkdir()
-    (tmp_path / "step-3").rename(tmp_path / "else" / "step-3")
-    assert ranks(1).run(load_overtaken, tmp_path) == [(3, True)]
+    (tmp_path / "step-3").rename(tmp_path / ".new")
+    step = 2 if file == "rank-00000.data" else 3  # that file is the last to be opened, and an open one stays readable
+    assert ranks(1).run(load_overtaken, tmp_path, file, name, meant) == [(step, True, False)]
+
+
+@contextmanager
+def unprivileged():
+    """Inside, the system does not let this process read just anything: what tests run as may be the superuser."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def load_unreadable(rank, num_ranks):
+    """What loading and exporting give where this process may not read the newest checkpoint, or what lies around it."""
+    with TemporaryDirectory() as made:  # not pytest's, below which nobody else may look
+        directory = Path(made)
+        directory.chmod(0o777)
+        run = SmallRun()
+        save_both(rank, num_ranks, directory / "all")
+        run.load(directory / "all" / "latest")
+        onefold.export(directory / "all" / "latest", directory / "out")
+        (directory / "out").chmod(0o777)
+        found, told = [], []
+        (directory / "all" / "step-3").chmod(0)
+        with unprivileged():
+            found.append(run.load(directory / "all" / "latest"))
+            onefold.export(directory / "all" / "latest", directory / "out" / "latest")
+        found.append(same(load_file(directory / "out" / "latest" / "model.safetensors"), dict(after(2))))
+        (directory / "all").chmod(0)
+        with unprivileged():
+            for attempt in (
+                lambda: run.load(directory / "all" / "latest"),
+                lambda: run.load(directory / "all" / "step-2"),
+                lambda: onefold.export(directory / "all" / "latest", directory / "out" / "other"),
+            ):
+                with pytest.raises(CheckpointError) as caught:
+                    attempt()
+                told.append(str(caught.value).removeprefix(made))
+        for path in (directory / "all", directory / "all" / "step-3"):
+            path.chmod(0o700)
+    return found, told
+
+
+def test_what_may_not_be_read_is_passed_over_or_told(ranks):
+    ((found, told),) = ranks(1).run(load_unreadable)
+    assert found == [2, True]
+    assert told == [f"/all/{name} cannot be read: Permission denied" for name in ("latest", "step-2", "latest")]
 
 
 def exported(place, out):
@@ -221,27 +296,28 @@ def load_forged(rank, num_ranks, directory, whole):
 
         wrong.extend(f"{case}: {told}" for told in exported(place, directory / "out"))
 
-    shared = json.loads((whole / SHARED).read_bytes())
-    own = json.loads((whole / "rank-00000.json").read_bytes())
-    for file, text, prefix in ((SHARED, shared, "shared"), ("rank-00000.json", own, "own")):
+    shared = unpacked((whole / SHARED).read_bytes())
+    own = unpacked((whole / "rank-00000.json.gz").read_bytes())
+    for file, text, prefix in ((SHARED, shared, "shared"), ("rank-00000.json.gz", own, "own")):
         for key in text:
             for number, value in enumerate((..., *NONSENSE)):
                 case = f"{prefix} {key} {value!r}"
                 place = shutil.copytree(whole, directory / f"{prefix}-{key}-{number}")
                 forged = {k: v for k, v in text.items() if k != key} | ({} if value is ... else {key: value})
-                forge(place, file, json.dumps(forged).encode())
+                forge(place, file, packed(forged))
                 attempt(case, place, file)
                 shutil.rmtree(place)
     for case, change in FORGED_TENSORS.items():
         place = shutil.copytree(whole, directory / case)
         tensors = json.loads(json.dumps(shared["tensors"]))
         change(tensors)
-        forge(place, SHARED, json.dumps({**shared, "tensors": tensors}).encode())
+        forge(place, SHARED, packed({**shared, "tensors": tensors}))
         attempt(case, place, SHARED, must_fail=True)
     for number, text in enumerate((b"", b"[]", b"7", b"null", b"nonsense", b"\xff\xfe", DEEP, b"9" * 5000)):
-        place = shutil.copytree(whole, directory / f"text-{number}")
-        forge(place, SHARED, text)
-        attempt(f"text {text[:20]}", place, SHARED, must_fail=True)
+        for way, wrap in (("text", gzip.compress), ("plain", bytes), ("twice", lambda text: 2 * gzip.compress(text))):
+            place = shutil.copytree(whole, directory / f"{way}-{number}")
+            forge(place, SHARED, wrap(text))
+            attempt(f"{way} {text[:20]}", place, SHARED, must_fail=True)
         place = shutil.copytree(whole, directory / f"manifest-{number}")
         (place / MANIFEST).write_bytes(text)
         attempt(f"manifest {text[:20]}", place, MANIFEST, must_fail=True)
@@ -258,9 +334,9 @@ def test_a_forged_checkpoint_loads_as_what_it_says_or_is_refused_by_file(ranks, 
 @pytest.mark.parametrize("name", ["../else", "{}/else", "config.json/../../else", "tokenizer.json"])
 def test_a_forged_checkpoint_writes_nothing_but_what_an_export_has(ranks, tmp_path, name):
     ranks(1).run(save_both, tmp_path)
-    shared = json.loads((tmp_path / "step-3" / SHARED).read_bytes())
+    shared = unpacked((tmp_path / "step-3" / SHARED).read_bytes())
     shared["files"]["configs"] = {name.format(tmp_path): {}, "config.json": {"mine": 1}}
-    forge(tmp_path / "step-3", SHARED, json.dumps(shared).encode())
+    forge(tmp_path / "step-3", SHARED, packed(shared))
     onefold.export(tmp_path / "step-3", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-2", "step-3"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]

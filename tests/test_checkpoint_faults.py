@@ -119,6 +119,38 @@ def test_replacing_a_checkpoint_never_leaves_none(ranks, tmp_path, kind, at, ste
         assert not left
 
 
+class Meanwhile(Files):
+    """Another run saves to the same name as soon as this one's checkpoint stands there."""
+
+    def __init__(self, save):
+        self._save = save
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self._save()
+
+    def exchange(self, one, other):
+        failed = super().exchange(one, other)
+        self._save()
+        return failed
+
+
+def save_over_each_other(rank, num_ranks, directory, is_new):
+    runs = [SmallRun(), SmallRun(seed=5)]
+    if not is_new:
+        runs[0].save(directory / "last")
+    runs[0].train(2)
+    runs[1].train(3)
+    runs[0].save(directory / "last", files=Meanwhile(lambda: runs[1].save(directory / "last")))
+    other = SmallRun(seed=7)
+    return other.load(directory / "last"), same(other.state(), runs[1].state()), sorted(os.listdir(directory))
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "replaced"])
+def test_of_two_runs_that_save_to_one_name_at_once_the_later_one_stays(ranks, tmp_path, is_new):
+    assert ranks(1).run(save_over_each_other, tmp_path, is_new) == [(3, True, ["last"])]
+
+
 ENDS = [("end", 0, 2), ("end", 1, 2), ("end", 2, 3), ("end", 3, 3), ("end exchange", 0, 2), ("end exchange", 1, 3)]
 
 

@@ -308,11 +308,15 @@ def elsewhere(rank, num_ranks, directory):
     (directory / "file").write_text("a file")
     onefold.save(directory / "real", model, optimizer)
     (directory / "link").symlink_to(directory / "real")
+    (directory / "stale").symlink_to("nowhere")
     said = {}
     for name, attempt in {
         "over my files": lambda: onefold.save(directory / "mine", model),
         "over a file": lambda: onefold.save(directory / "file", model),
         "over a link": lambda: onefold.save(directory / "link", model),
+        "below a stale link": lambda: onefold.save(directory / "stale" / "it", model),
+        "as a leftover": lambda: onefold.save(directory / ".it.0123456789abcdef.partial", model),
+        "as a replaced one": lambda: onefold.save(directory / ".it.replaced", model),
         "below a file": lambda: onefold.save(directory / "file" / "it", model),
         "keep nothing": lambda: onefold.save(directory / "new", model, keep_last=0),
         "nothing there": lambda: onefold.load(directory / "raal", model),
@@ -342,6 +346,9 @@ def test_paths_that_are_no_checkpoints_are_told_and_left_alone(ranks, tmp_path):
     assert "is there and is no checkpoint" in said["over my files"]
     assert "is there and is no checkpoint" in said["over a file"]
     assert "is a symbolic link" in said["over a link"]
+    assert "stale is a link to nowhere, which is not there" in said["below a stale link"]
+    assert "saves under way have such names" in said["as a leftover"]
+    assert "saves under way have such names" in said["as a replaced one"]
     assert "file" in said["below a file"]
     assert "keep_last=0" in said["keep nothing"]
     assert "there are: " in said["nothing there"]
@@ -357,4 +364,4 @@ def test_paths_that_are_no_checkpoints_are_told_and_left_alone(ranks, tmp_path):
     assert "real is a checkpoint" in said["in a checkpoint"]
     assert "leave it first" in said["save in gathered"]
     assert "leave it first" in said["load in gathered"]
-    assert names == ["file", "link", "mine", "real"]
+    assert names == ["file", "link", "mine", "real", "stale"]

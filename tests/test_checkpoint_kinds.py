@@ -161,7 +161,7 @@ def draws():
 
 
 class Loader:
-    """Keeps its place as torchdata's StatefulDataLoader does: nested, with tensors, arrays, tuples and None."""
+    """Keeps its place in values of every kind: nested, with tensors, arrays, tuples, sets and None."""
 
     def __init__(self, rank):
         self.state = {

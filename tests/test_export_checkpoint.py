@@ -1,6 +1,8 @@
 """Promise: a checkpoint on disk exports to what its model would have exported, by one process without the model."""
 
 import json
+import logging
+import shutil
 import subprocess
 import sys
 
@@ -10,9 +12,11 @@ from safetensors.torch import load_file
 
 import onefold
 from onefold import Precision
+from onefold.checkpoint.manifest import OWN
 from onefold.errors import CheckpointError, OnefoldError
 from onefold.plan import NAMED_PLANS
 from ranks import Turn, build
+from test_checkpoint_damage import WAYS, harm, save_both
 from test_export import loaded, logits, tied_llama
 from test_zoo_huggingface import bert, gpt2, lora, t5, text
 
@@ -89,3 +93,41 @@ def test_adapters_are_exported_from_their_model(ranks, tmp_path):
 def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(OnefoldError, match="no checkpoint"):
         onefold.export(tmp_path / "nothing", tmp_path / "out")
+
+
+def exported(directory, name, out, caplog):
+    """The tensors that an export gives, and what the log says of it."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "onefold"):
+        onefold.export(directory / name, out)
+    return tensors(out), caplog.messages
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "of the one before"])
+def test_damage_to_the_newest_checkpoint_is_told_and_the_one_before_is_exported(ranks, tmp_path, caplog, way):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    ranks(2).run(save_both, whole)
+    want, _ = exported(whole, "step-2", out, caplog)
+    newest, told = exported(whole, "latest", out, caplog)
+    assert not torch.equal(newest["first.weight"], want["first.weight"])
+    assert not told
+    for name in sorted(path.name for path in (whole / "step-3").iterdir()):
+        place = shutil.copytree(whole, tmp_path / name)
+        harm(place, name, way)
+        if "bit" in way and name.startswith("rank-") and name.endswith(OWN):
+            continue  # random states, which are of no use to an export and are not read
+        found, told = exported(place, "latest", out, caplog)
+        assert all(torch.equal(tensor, want[key]) for key, tensor in found.items()), name
+        assert len(told) == 1
+        assert "passed over: step-3 (" in told[0]
+        assert name in told[0]
+        shutil.rmtree(out)
+        with pytest.raises(CheckpointError, match=name):
+            onefold.export(place / "step-3", out)
+        shutil.rmtree(place / "step-2")
+        (place / "step-3").rename(place / "step-2")
+        shutil.copytree(whole / "step-3", place / "step-3")
+        harm(place, name, way)
+        with pytest.raises(CheckpointError, match=f"step-.*{name}.*step-.*{name}"):
+            onefold.export(place / "latest", out)
+        assert not out.exists()

@@ -3,6 +3,7 @@ would have. Nothing in such a file runs."""
 
 import os
 import shutil
+import zipfile
 from contextlib import closing
 from pathlib import Path
 
@@ -187,6 +188,22 @@ def damage_bytes(where):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def damage_bit(where):
+    """In a tensor, of which torch.load takes whatever stands there."""
+    path = where / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    with zipfile.ZipFile(path) as archive:
+        inside = max(archive.infolist(), key=lambda info: info.file_size)
+    data = bytearray(path.read_bytes())
+    data[inside.header_offset + inside.file_size // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_file(where):
+    path = where / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.unlink()
+    os.mkfifo(path)
+
+
 def damage_kinds(where):
     shutil.copy(
         where / "zero_pp_rank_0_mp_rank_00_optim_states.pt", where / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -211,6 +228,8 @@ DAMAGES = [
     (damage_last_rank, r"cut into \[3\] partitions, and there are files of 2 ranks"),
     (damage_model, "model states of rank 2 are missing"),
     (damage_bytes, "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be read"),
+    (damage_bit, r"zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged: \S+/data/\d+ in it is not what was written"),
+    (damage_file, "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be read: it is no regular file"),
     (damage_kinds, "files of two runs"),
     (damage_parts, "tensor, pipeline or expert parallelism"),
     (damage_layout, "is not laid out as DeepSpeed"),

@@ -42,7 +42,8 @@ def export(
 ) -> None:
     """Write the model into `out_dir` as safetensors that `from_pretrained` loads. A collective; rank 0 writes.
 
-    Given the path of a checkpoint instead of a model, one process writes what is in that.
+    Given the path of a checkpoint instead of a model, one process writes what is in that. `DIRECTORY/latest` means the
+    newest whole one, as it does to `load`.
 
     In goes what `state_dict` has: trained and frozen parameters, persistent buffers, tied parameters once. A model of
     Hugging Face gets its `config.json` and `generation_config.json` too. Of a PEFT model the adapters are written, by
@@ -58,13 +59,13 @@ def export(
     Raises:
         PrecisionError: `dtype` is none of those.
         WeightsError: the directory cannot be written, or the model holds what such files cannot; on every rank.
+        CheckpointError: there is no such checkpoint, it is damaged, or its model has to be there to be exported.
     """
     if not isinstance(model, nn.Module):
-        from onefold.checkpoint.exporting import CheckpointExport
+        from onefold.checkpoint.exporting import export_checkpoint
 
         _check_size(max_file_bytes)
-        stored = CheckpointExport(Path(model), dtype)
-        _replace(Path(out_dir), partial(stored.write, max_file_bytes=max_file_bytes))
+        export_checkpoint(Path(model), dtype, max_file_bytes, partial(_replace, Path(out_dir)))
         return
     session = session_of(model, "onefold.export")
     inner: Any = model._modules.get("_orig_mod", model)

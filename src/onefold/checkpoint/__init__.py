@@ -97,7 +97,7 @@ def load(
 
     Every rank calls it. Each reads what it updates, at most one parameter at a time beside it, and checks every byte.
     `DIRECTORY/latest` means the newest whole checkpoint in a directory; one that turns out to be damaged is passed
-    over, with a warning in the log.
+    over, with a warning in the log. One that another run replaces meanwhile gives way to its successor.
 
     Args:
         path: a checkpoint, or `DIRECTORY/latest`.

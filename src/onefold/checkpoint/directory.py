@@ -9,9 +9,10 @@ nobody holds any more; the next save beside it removes it, or brings it back.
 """
 
 import logging
+import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,20 @@ _REPLACED = re.compile(r"\.(?P<name>.+)\.replaced", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that is whole, as far as its manifest tells."""
+    """A checkpoint by its place, and when it was saved: another may take its place."""
 
     path: Path
     saved_ns: int
+    """0 if its manifest does not tell."""
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name is one that half-written and replaced checkpoints have: one saved under it would not last."""
+    return any(pattern.fullmatch(name) for pattern in (_LEFT, _REPLACED))
+
+
+class Damaged(CheckpointError):
+    """The checkpoint is not whole; an older one may be."""
 
 
 class Workplace:
@@ -64,7 +75,8 @@ class Workplace:
             if self.target.exists() and _replaced(self.target).exists():
                 remove(_replaced(self.target), self._files)
             put_in_place(self.path, self.target, _replaced(self.target), self._files)
-            (self.target / _LOCK).unlink()
+            # Where two runs save to one name, the other's may stand there by now, and both get here.
+            (self.target / _LOCK).unlink(missing_ok=True)
             self._lock.release()
             self._files.sync_directory(self.target.parent)
         # What was replaced has one of these names now.
@@ -76,6 +88,8 @@ class Workplace:
         for path in unwanted:
             try:
                 remove(path, self._files)
+            except FileNotFoundError:
+                """Another run removed it too."""
             except OSError as error:  # the new one is there all the same
                 logging.getLogger("onefold").warning(
                     "%s is saved, but %s cannot be removed: %s", self.target, path, error.strerror or error
@@ -149,41 +163,85 @@ def checkpoints(parent: Path) -> list[Found]:
 def _looked_at(parent: Path) -> Iterator[tuple[Found, str | None]]:
     if not parent.is_dir():
         return
-    places = [path for path in parent.iterdir() if not path.name.startswith(".") and path.is_dir()]
+    places = [path for path in parent.iterdir() if not path.name.startswith(".") and os.path.isdir(path)]
     places += [path for path, target in _set_aside(parent) if not target.exists()]
     found: list[tuple[Found, str | None]] = []
     for path in places:
         try:
             found.append((Found(path, read_manifest(path).saved_ns), None))
         except CheckpointError as error:
-            if (path / MANIFEST).exists() or (path / SHARED).exists():
+            if _may_be_one(path):
                 found.append((Found(path, 0), str(error)))
     yield from sorted(found, key=lambda item: (-item[0].saved_ns, item[0].path.name))
 
 
-def candidates(path: Path) -> tuple[list[Path], list[str]]:
+def _may_be_one(path: Path) -> bool:
+    """Whether a directory without a whole manifest is a checkpoint all the same, as far as this process may see."""
+    try:
+        return (path / MANIFEST).exists() or (path / SHARED).exists()
+    except PermissionError:
+        return True
+
+
+def candidates(path: Path) -> tuple[list[Found], list[str]]:
     """The checkpoints that `path` may mean, best first, and what was passed over, with reasons.
 
     `path` is a checkpoint, or `DIRECTORY/latest` for the newest one in a directory (unless one has that name).
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the system does not let this process look for it.
     """
+    with named(path, "read"):
+        return _candidates(path)
+
+
+def _candidates(path: Path) -> tuple[list[Found], list[str]]:
     parent = path.parent
     if path.name != LATEST or (path / MANIFEST).exists():
         if not path.exists():
             aside = _replaced(path)
             if aside.exists():
-                return [aside], []
+                return [_as_found(aside)], []
             near = ", ".join(sorted(found.path.name for found in checkpoints(parent))) or "none"
             raise CheckpointError(f"there is no checkpoint {path}; in {parent} there are: {near}")
-        return [path], []
+        return [_as_found(path)], []
     found = list(_looked_at(parent))
-    whole = [each.path for each, problem in found if problem is None]
+    whole = [each for each, problem in found if problem is None]
     passed = [f"{each.path.name} ({problem})" for each, problem in found if problem is not None]
     if not whole:
         raise CheckpointError(f"there is no whole checkpoint in {parent}{': ' + '; '.join(passed) if passed else ''}")
     return whole, passed
+
+
+def _as_found(path: Path) -> Found:
+    try:
+        return Found(path, read_manifest(path).saved_ns)
+    except CheckpointError:  # whoever reads it says what is amiss
+        return Found(path, 0)
+
+
+def next_candidate(
+    found: Sequence[Found], passed: Sequence[str], damaged: Mapping[Found, Damaged]
+) -> tuple[Found, list[str]]:
+    """The best of `candidates` that has not turned out to be damaged, and all that is passed over for it.
+
+    Raises:
+        CheckpointError: there is none left.
+    """
+    best = next((each for each in found if each not in damaged), None)
+    # One that was replaced while it was read was not damaged, and is no more.
+    over = {each: error for each, error in damaged.items() if best is None or each.path != best.path}
+    every = [*passed, *(f"{each.path.name} ({error})" for each, error in over.items())]
+    if best is not None:
+        return best, every
+    error = damaged[found[-1]]
+    raise CheckpointError("; passed over: ".join([str(error), *every[:-1]])) from error
+
+
+def tell_passed(did: str, path: Path, passed: Sequence[str]) -> None:
+    """Put into the log what was passed over for `path`."""
+    if passed:
+        logging.getLogger("onefold").warning("%s %s; passed over: %s", did, path, "; ".join(passed))
 
 
 def _replaced(target: Path) -> Path:

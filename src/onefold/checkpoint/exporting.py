@@ -1,6 +1,12 @@
-"""Owns the export of a checkpoint on disk: one process, no model, one tensor in memory at a time."""
+"""Owns the export of a checkpoint on disk: one process, no model, one tensor in memory at a time.
+
+What `DIRECTORY/latest` means is what it means to `load`: where the newest checkpoint turns out to be damaged, the one
+before is exported, and the log says so.
+"""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -10,45 +16,83 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_of
-from onefold.checkpoint.directory import candidates
+from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
 from onefold.checkpoint.manifest import SHARED, understood
 from onefold.checkpoint.storage import Reader
 from onefold.dtypes import Precision, split
 from onefold.errors import CheckpointError
 from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
 
+Replace = Callable[[Callable[[Path], None]], None]
+"""Lets what it is given write a directory, which takes its place once all of it is on disk, and else never was."""
 
-class CheckpointExport:
-    """What `onefold.export` writes of a checkpoint.
+
+def export_checkpoint(path: Path, dtype: "torch.dtype | str | None", max_file_bytes: int, replace: Replace) -> None:
+    """Export what `path` means: a checkpoint, or `DIRECTORY/latest`.
 
     Args:
-        path: a checkpoint, or `DIRECTORY/latest`.
         dtype: of floating-point parameters; None keeps what the model computed in.
+        max_file_bytes: bytes of tensors in one file.
 
     Raises:
         CheckpointError: it is damaged, or its model cannot be exported without being there.
         PrecisionError: `dtype` is none that `export` takes.
+        WeightsError: the directory cannot be written.
+    """
+    chosen = Precision(params=dtype).params
+    damaged: dict[Found, Damaged] = {}
+    while True:
+        # Looked at again for each attempt: a run may have saved, and removed old checkpoints, meanwhile.
+        candidate, passed = next_candidate(*candidates(path.absolute()), damaged)
+        try:
+            with _damage():
+                reader = Reader(candidate.path)
+                reader.check_sizes()
+            with closing(reader):
+                export = _Export(reader, chosen if isinstance(chosen, torch.dtype) else None)
+                replace(partial(export.write, max_file_bytes=max_file_bytes))
+        except Damaged as error:
+            damaged[candidate] = error
+        else:
+            return tell_passed("exported", candidate.path, passed)
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Inside, what is amiss is the checkpoint's fault: an older one may do."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise Damaged(str(error)) from error
+
+
+class _Export:
+    """What is written of one checkpoint.
+
+    Raises:
+        Damaged: a part of it is not what was written; (from `write`) also one that is read only then.
+        CheckpointError: its model cannot be exported without being there.
     """
 
-    def __init__(self, path: Path, dtype: "torch.dtype | str | None") -> None:
-        chosen = Precision(params=dtype).params
-        self._dtype = chosen if isinstance(chosen, torch.dtype) else None
-        self._reader = Reader(candidates(path.absolute())[0][0])
-        where = self._reader.directory / SHARED
-        if understood(where, lambda: self._reader.shared["files"]) is None:
+    def __init__(self, reader: Reader, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._reader = reader
+        where = reader.directory / SHARED
+        with _damage():
+            files = understood(where, lambda: reader.shared["files"])
+        if files is None:
             raise CheckpointError(
-                f"{path} holds adapters, no frozen weights, or state that files of weights cannot hold: load it into "
-                "its model and export that"
+                f"{reader.directory} holds adapters, no frozen weights, or state that files of weights cannot hold: load "
+                "it into its model and export that"
             )
-        self._entries: list[Entry] = understood(where, self._found)
-        self._configs = understood(where, self._configurations)
+        with _damage():
+            self._entries: list[Entry] = understood(where, self._found)
+            self._configs = understood(where, self._configurations)
 
     def write(self, directory: Path, max_file_bytes: int) -> None:
         """Write weights and configuration into `directory`, which is there."""
-        try:
+        with _damage():
             write_files(directory, self._entries, max_file_bytes)
-        finally:
-            self._reader.close()
         for name, values in self._configs.items():
             text = json.dumps(values, indent=2, sort_keys=True) + "\n"
             (directory / name).write_text(text, encoding="utf-8")

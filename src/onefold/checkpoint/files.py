@@ -3,13 +3,14 @@
 [Note: Blocks]
 A data file has a checksum for each of its blocks, in a file beside it. So a rank that reads only its slice of a file
 checks every byte that it uses, and reads less than two blocks more for each run of bytes that it wants. Runs are
-about as long as the tensors in the file; so blocks are as long as a small part of these, within bounds: a disk reads 4
-KiB at least, and longer blocks than 64 KiB save nothing.
+about as long as the tensors in the file; so blocks are as long as a small part of these, within bounds: checksums of
+shorter blocks than 1 KiB are more bytes than they spare, and longer blocks than 64 KiB save nothing.
 """
 
 import fcntl
 import os
 import shutil
+import stat
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from torch import Tensor
 from onefold.errors import CheckpointError
 from onefold.replace import exchange
 
-LEAST_BLOCK, MOST_BLOCK = 2**12, 2**16
+LEAST_BLOCK, MOST_BLOCK = 2**10, 2**16
 _BLOCKS_OF_A_TENSOR = 256
 AT_ONCE = 2**22
 """Bytes copied, checked and written at once: a multiple of every block."""
@@ -137,13 +138,26 @@ def write_file(files: Files, path: Path, data: bytes) -> None:
         files.sync(file)
 
 
+def opened(path: Path) -> BinaryIO:
+    """A file to read from, unbuffered. A pipe or a device in its place is an error: one could wait for it for ever."""
+    return open(path, "rb", buffering=0, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError("it is no regular file")
+
+
 def read_file(files: Files, path: Path) -> bytes:
     """All of a file.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    with named(path, "read"), path.open("rb", buffering=0) as file:
+    with named(path, "read"), opened(path) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         view = memoryview(data)
         while view and (count := files.read_into(file, view)):
@@ -282,7 +296,7 @@ class BlockReader:
             raise CheckpointError(f"{path} has {nbytes} bytes and {len(table) // 4} checksums, which do not match")
         self._table = _little_endian(array("I", table))
         with named(path, "read"):
-            self._file = path.open("rb", buffering=0)
+            self._file = opened(path)
         self._last = (-1, bytearray())
         """Where the last block that was read begins, and what is in it: what is wanted next often begins there too."""
         self.read_bytes = 0

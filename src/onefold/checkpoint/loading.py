@@ -1,6 +1,5 @@
 """Owns `load`: which checkpoint is meant, whether it fits, and where its values go."""
 
-import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,10 +18,10 @@ from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
 from onefold.checkpoint.contents import check_given, check_same, several
-from onefold.checkpoint.directory import candidates
+from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
 from onefold.checkpoint.entries import Entry, buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
-from onefold.checkpoint.manifest import SHARED, file_of, understood
+from onefold.checkpoint.manifest import OWN, SHARED, file_of, understood
 from onefold.checkpoint.plans import EntryLoadPlanner
 from onefold.checkpoint.saving import alone_is_fine, as_ours, failure
 from onefold.checkpoint.storage import Reader
@@ -42,23 +41,19 @@ def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
     agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
     agree(partial(as_ours, session.wait_for_saves))
     job.check()
-    damaged: dict[Path, _Damaged] = {}
+    damaged: dict[Found, Damaged] = {}
     while True:
         # What rank 0 sees counts: others may see a directory that changes at another moment. It is looked at again for
-        # each attempt: another run may have removed a checkpoint meanwhile, and left a newer one.
-        paths, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
-        passed += [f"{each.name} ({error})" for each, error in damaged.items()]
-        candidate = next((each for each in paths if each not in damaged), None)
-        if candidate is None:
-            error = damaged[paths[-1]]
-            raise CheckpointError("; passed over: ".join([str(error), *passed[:-1]])) from error
+        # each attempt: another run may have removed or replaced a checkpoint meanwhile, and left a newer one.
+        found, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
+        candidate, passed = next_candidate(found, passed, damaged)
         try:
-            read = job.run(candidate, rest)
-        except _Damaged as error:
+            read = job.run(candidate.path, rest)
+        except Damaged as error:
             damaged[candidate] = error
             continue
-        if passed and session.comm.rank == 0:
-            logging.getLogger("onefold").warning("loading %s; passed over: %s", candidate, "; ".join(passed))
+        if session.comm.rank == 0:
+            tell_passed("loading", candidate.path, passed)
         return agree(partial(as_ours, partial(rest.take, session, read)))
 
 
@@ -110,13 +105,9 @@ class Rest:
             with _taking(where, "the loader"):
                 self.loader.load_state_dict(decode(read.own["loader"]))
         if self.random_states and read.own.get("random") is not None:  # a checkpoint that was imported has none
-            own = where / file_of(session.comm.rank, "json")
+            own = where / file_of(session.comm.rank, OWN)
             understood(own, lambda: _take_random(session.device, decode(read.own["random"])))
         return read.extra
-
-
-class _Damaged(CheckpointError):
-    """The checkpoint is not whole; an older one may be."""
 
 
 class Job:
@@ -155,9 +146,9 @@ class Job:
         session = self._session
         agree = partial(together, session.comm, did="could not load")
         with ExitStack() as stack:
-            reader: Reader = agree(partial(as_ours, lambda: self._open(path), kind=_Damaged), kind=_Damaged)
+            reader: Reader = agree(partial(as_ours, lambda: self._open(path), kind=Damaged), kind=Damaged)
             stack.callback(reader.close)
-            read: Read = agree(partial(as_ours, lambda: self._beside(reader), kind=_Damaged), kind=_Damaged)
+            read: Read = agree(partial(as_ours, lambda: self._beside(reader), kind=Damaged), kind=Damaged)
             agree(partial(as_ours, lambda: self._check(reader, read)), kind=CheckpointError)
             agree(partial(as_ours, lambda: rest.check(read, session.comm)), kind=CheckpointError)
             for update, saved in self._states(reader):
@@ -185,7 +176,7 @@ class Job:
                     )
             except BaseException as error:
                 told = failure(error, f"reading {path} failed, and the model holds part of it", comm.rank)
-                raise (_Damaged(str(told)) if _is_damage(error) else told) from error
+                raise (Damaged(str(told)) if _is_damage(error) else told) from error
 
     def _wanted(self, reader: Reader) -> list[Entry]:
         """What is to be read; unless strict, of weights and buffers those that are there."""

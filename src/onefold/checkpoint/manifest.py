@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-from onefold.checkpoint.files import AT_ONCE
+from onefold.checkpoint.files import AT_ONCE, Files, read_file
 from onefold.errors import CheckpointError
 
-FORMAT, VERSION = "onefold checkpoint", 1
-MANIFEST, SHARED = "manifest.json", "checkpoint.json"
-_NAME = re.compile(r"rank-[0-9]{5,9}\.(data|sums|json)")
+FORMAT, VERSION = "onefold checkpoint", 2
+MANIFEST, SHARED, OWN = "manifest.json", "checkpoint.json.gz", "json.gz"
+_NAME = re.compile(r"rank-[0-9]{5,9}\.(data|sums|json[.]gz)")
 _AMISS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError, MemoryError)
 """What reading values that are not what they should be may raise; deep nesting raises a RuntimeError."""
 
@@ -65,9 +65,9 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{directory} is not a whole checkpoint: {path} cannot be read ({error})") from error
+        text = understood(path, lambda: read_file(Files(), path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory} is not a whole checkpoint: {error}") from error
     return understood(path, lambda: _parse(path, text))
 
 
@@ -76,8 +76,8 @@ def _parse(path: Path, text: bytes) -> Manifest:
     checksum = body.pop("crc32")
     if body["format"] != FORMAT:
         raise ValueError(f"format {body['format']!r}")
-    if body["version"] > VERSION:
-        raise CheckpointError(f"{path} is of version {body['version']}, and this Onefold reads up to {VERSION}")
+    if body["version"] != VERSION:
+        raise CheckpointError(f"{path} is of version {body['version']}, and this Onefold reads version {VERSION}")
     if checksum != _checksum(body):
         raise ValueError("its checksum is wrong")
     files = {}

@@ -18,7 +18,7 @@ from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
 from onefold.checkpoint.copies import copied, room_for
-from onefold.checkpoint.directory import Workplace
+from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
@@ -255,6 +255,10 @@ def _vacant(target: Path, files: Files) -> Workplace:
         raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
     if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and is no checkpoint: give a path of its own to each checkpoint")
+    if is_reserved(target.name):
+        raise CheckpointError(f"{target}: saves under way have such names, and are removed by the next; give another")
+    if target.parent.is_symlink() and not target.parent.exists():
+        raise CheckpointError(f"{target.parent} is a link to {target.parent.readlink()}, which is not there")
     if (target.parent / MANIFEST).exists():
         raise CheckpointError(f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed")
     return Workplace(target, files)

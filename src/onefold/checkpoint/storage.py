@@ -2,15 +2,14 @@
 
     step-100/
         manifest.json       every file with its size and checksum; written last
-        checkpoint.json     tensors (shape, dtype, which box lies where) and everything else that all ranks share
-        rank-00000.json     what is of one rank alone: random numbers, its data loader
+        checkpoint.json.gz  tensors (shape, dtype, which box lies where) and everything else that all ranks share
+        rank-00000.json.gz  what is of one rank alone: random numbers, its data loader
         rank-00000.data     the boxes that one rank wrote, one after another, raw
         rank-00000.sums     a checksum for each block of that, see [Note: Blocks]
 
 No file is ever executed or unpickled.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,11 +29,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from onefold.checkpoint.codec import dtype_name, dtype_of
+from onefold.checkpoint.codec import dtype_name, dtype_of, packed, unpacked
 from onefold.checkpoint.files import BlockReader, BlockWriter, Files, block_bytes, named, read_file, write_file
 from onefold.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
+    OWN,
     SHARED,
     VERSION,
     FileRecord,
@@ -115,7 +115,7 @@ class Writer(StorageWriter):
         finally:
             writer.close()
         records = [FileRecord(name, writer.nbytes, None, block), self._write(file_of(self._rank, "sums"), table)]
-        records.append(self._write(file_of(self._rank, "json"), json.dumps(self._own).encode()))
+        records.append(self._write(file_of(self._rank, OWN), packed(self._own)))
         results += [self._result(MetadataIndex(f"#{record.name}"), record, record.nbytes) for record in records]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -145,7 +145,7 @@ def hold_together(directory: Path, shared: Mapping[str, Any], parts: Sequence[Pa
     records = [result.storage_data for result in every if isinstance(result.storage_data, FileRecord)]
     places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
     text = {"format": FORMAT, "version": VERSION, **shared, "tensors": _index(parts, places)}
-    records.append(_written(files, directory, SHARED, json.dumps(text).encode()))
+    records.append(_written(files, directory, SHARED, packed(text)))
     manifest = Manifest(shared["saved_ns"], {record.name: record for record in records})
     _written(files, directory, MANIFEST, manifest_text(manifest))
     with named(directory, "written"):
@@ -206,7 +206,7 @@ class Reader(StorageReader):
 
     def own(self, rank: int) -> dict[str, Any]:
         """What a rank kept for itself."""
-        return self._json(file_of(rank, "json"))
+        return self._json(file_of(rank, OWN))
 
     def check_sizes(self) -> None:
         """Compare every file's size with the manifest."""
@@ -230,7 +230,7 @@ class Reader(StorageReader):
                 self._data(name).verify()
 
     def _json(self, name: str) -> dict[str, Any]:
-        value = understood(self.directory / name, lambda: json.loads(self._bytes(name)))
+        value = understood(self.directory / name, lambda: unpacked(self._bytes(name)))
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.directory / name} holds no JSON object")
         return value

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onefold.checkpoint.files import Files, read_file
 from onefold.errors import CheckpointError
 from onefold.importing.unpickle import load_mapped
 
@@ -84,8 +85,8 @@ def find(directory: Path, tag: str | None) -> Path:
         return directory
     if tag is None:
         try:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            tag = read_file(Files(), directory / "latest").decode().strip()
+        except (CheckpointError, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"{directory / 'latest'} cannot be read ({error}): give the directory that DeepSpeed's save_checkpoint "
                 "was given, or name one of the checkpoints in it with tag="
