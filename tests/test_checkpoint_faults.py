@@ -206,12 +206,15 @@ def load_latest(rank, num_ranks, directory):
     return run.step, same_state, hidden(directory)
 
 
-def test_a_rank_that_is_lost_is_an_error_on_the_others(ranks, tmp_path):
-    with RankPool(2, grace_s=240) as pool, pytest.raises((RankError, CheckpointError)) as caught:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_is_lost_is_an_error_on_the_others(ranks, tmp_path, num_ranks):
+    with RankPool(num_ranks, grace_s=240) as pool, pytest.raises((RankError, CheckpointError)) as caught:
         pool.run(end_in_a_write, tmp_path)
     notes = "\n".join(caught.value.__notes__)
     assert "still running" not in notes
-    assert "the checkpoint 'step-3' was not written" in notes
+    assert {f"--- rank {rank} of {num_ranks}" for rank in range(num_ranks)} <= set(notes.splitlines())
+    assert notes.count("the checkpoint 'step-3' was not written") >= num_ranks - 1
+    assert "rank 1 is gone" in notes
     for step, is_right, left in ranks(2).run(load_latest, tmp_path):
         assert step == 3
         assert is_right

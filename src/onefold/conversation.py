@@ -36,7 +36,15 @@ class Conversation:
         if self.rank:
             self._send(value, 0)
             return []
-        return [value, *(self._receive(rank) for rank in range(1, self.num_ranks))]
+        values, gone = [value], dict[int, RuntimeError]()
+        for rank in range(1, self.num_ranks):
+            try:
+                values.append(self._receive(rank))
+            except RuntimeError as error:  # the others are heard all the same: until then they listen to nobody
+                gone[rank] = error
+        for rank, error in gone.items():
+            raise RuntimeError(f"rank {rank} is gone ({error})") from error
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value.
