@@ -37,7 +37,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from onefold.peers import PeerComm
 from onefold.plan import NAMED_PLANS
+from onefold.session import session_of
 from workload import SIZES, Work, deepspeed_config, find_compilers, free_port, peak_bytes, timed
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
@@ -144,8 +146,13 @@ def sharded(work: Work, row: Row, device: str) -> Ready:
         optimizer.zero_grad()
         return loss
 
-    budget = onefold.predicted(model, optimizer)
-    facts = {"device_bytes": budget.device_bytes, "kept_bytes": budget.kept_bytes, "wire_numel": budget.wire_numel}
+    budget, comm = onefold.predicted(model, optimizer), session_of(model, "the benchmark").comm
+    facts = {
+        "device_bytes": budget.device_bytes,
+        "kept_bytes": budget.kept_bytes,
+        "wire_numel": budget.wire_numel,
+        "symmetric_bytes": comm.shared_bytes if isinstance(comm, PeerComm) else 0,
+    }
     return Ready(step=step, num_params=num_params, facts=facts)
 
 
@@ -261,7 +268,8 @@ def measure(words: argparse.Namespace, note: Callable[[str], None]) -> dict[str,
 
     seconds, losses = timed(words.steps, words.warm_up, once, warmed)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (seconds, *peak_bytes(device)))
+    beside = ready.facts.get("symmetric_bytes", 0)  # the driver's, which torch does not count
+    dist.all_gather_object(every, (seconds, *(nbytes + beside for nbytes in peak_bytes(device))))
     step_s = max(statistics.median(each[0]) for each in every)  # no synchronous step is faster than the slowest rank
     return {
         "system": words.row,

@@ -1,11 +1,12 @@
 """Owns scripts written for DeepSpeed with transformers and accelerate, and runs them on ranks of their own.
 
 As a script it is given "onefold" or "deepspeed" and a directory. It imports the libraries once and forks two ranks,
-which run everything in `RUNS`; rank 0 writes down what came out. No pytest here: what the libraries think of DeepSpeed
-is a property of the process, so that neither kind of run reaches other tests.
+which run everything in `RUNS`, or in `THEIRS`; rank 0 writes down what came out. No pytest here: what the libraries
+think of DeepSpeed is a property of the process, so that neither kind of run reaches other tests.
 """
 
 import copy
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from apart import prepare_deepspeed, run_ranks
 from huggingface_data import OFFLOAD, OWN, WORDS, Sorted, Words, arguments, begin, config, unset, zero
+from huggingface_lora import born, born_with_deepspeed
 
 NUM_RANKS = 2
 
@@ -111,13 +113,17 @@ def adapted(directory, base):
 
     from onefold.deepspeed.zero import GatheredParameters
 
+    def trainer_of(name, seed, stage, **more):
+        args = arguments(directory / name, zero(stage, **OFFLOAD), **more)
+        torch.manual_seed(seed)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
+        return Trainer(model=model, args=args, train_dataset=Words(64))
+
     found = {}
     words = Words(4, seed=2).words
     for stage in (2, 3):
-        args = arguments(directory / str(stage), zero(stage, **OFFLOAD))
-        torch.manual_seed(7)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
-        trainer = Trainer(model=model, args=args, train_dataset=Words(64))
+        trainer = trainer_of(str(stage), 7, stage, save_strategy="steps", save_steps=2)
+        model = trainer.model
         trainer.train()
         trainer.save_model(str(directory / f"adapter{stage}"))
         with torch.no_grad(), GatheredParameters(list(model.parameters())):
@@ -128,6 +134,11 @@ def adapted(directory, base):
         plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory / f"adapter{stage}")
         with torch.no_grad():
             found[stage] = trained, plain(input_ids=words).logits
+    trainer = trainer_of("resumed", 8, 2)
+    trainer.train(resume_from_checkpoint=str(directory / "3" / "checkpoint-2"))
+    saved = json.loads((directory / "3" / "checkpoint-2" / "global_step2" / "checkpoint.json").read_text())
+    found["saved"] = list(saved["params"])
+    found["resumed"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return found
 
 
@@ -230,14 +241,16 @@ RUNS = {
     "resumed": resumed,
     "adapted": adapted,
     "grown": grown,
+    "born": born,
     "accelerated": accelerated,
 }
+THEIRS = {"levels": levels, "grown": grown, "born": born_with_deepspeed}
 
 
 def act(rank, num_ranks, directory):
     """What each forked rank does."""
-    for name in sys.argv[3:] or RUNS:
-        found = RUNS[name](directory / name, directory / "base")
+    for name, run in (RUNS if sys.argv[1] == "onefold" else THEIRS).items():
+        found = run(directory / name, directory / "base")
         if rank == 0:
             torch.save(found, directory / f"{name}.pt")
 

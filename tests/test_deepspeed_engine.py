@@ -4,6 +4,7 @@ That its numbers are DeepSpeed's is held by test_deepspeed_parity.py.
 """
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -199,6 +200,32 @@ def test_a_loss_that_comes_through_another_engine_is_divided_once(stage):
         return run.engine.get_global_grad_norm()
 
     assert norm(True) == pytest.approx(norm(False), rel=1e-6)
+
+
+def test_a_plain_backward_of_another_thread_is_divided_by_itself():
+    config = settings(0, gradient_accumulation_steps=2)
+
+    def norms(is_inside):
+        """Of one engine that is stepped with a plain backward: inside of another one's backward, or after it."""
+        first, second = start(deepspeed, config, 0, 1), start(deepspeed, config, 0, 1)
+        for micro_step in range(2):
+            loss, other = first.loss(micro_step), second.loss(micro_step)
+            aside = threading.Thread(target=other.backward)
+
+            def run(_, aside=aside):
+                aside.start()
+                aside.join()
+
+            if is_inside:
+                loss.register_hook(run)
+            first.engine.backward(loss)
+            if not is_inside:
+                run(None)
+            first.step()
+            second.step()
+        return first.engine.get_global_grad_norm(), second.engine.get_global_grad_norm()
+
+    assert norms(True) == norms(False)
 
 
 def test_an_engine_whose_model_keeps_what_it_returned_is_freed_with_it():

@@ -9,12 +9,13 @@ import torch
 
 import huggingface_runs
 from apart import finish, start
+from huggingface_lora import KINDS
 from ranks import needs_deepspeed
 
 
-def run(kind, directory, *names):
+def run(kind, directory):
     (directory / kind).mkdir()
-    return start(huggingface_runs.__file__, kind, directory / kind, *names)
+    return start(huggingface_runs.__file__, kind, directory / kind)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def results(tmp_path_factory):
     directory = tmp_path_factory.mktemp("huggingface")
     running = {"onefold": run("onefold", directory)}
     if find_spec("deepspeed") is not None:
-        running["deepspeed"] = run("deepspeed", directory, "levels", "grown")
+        running["deepspeed"] = run("deepspeed", directory)
     for process in running.values():
         finish(process)
 
@@ -84,6 +85,13 @@ def test_adapters_are_trained_and_saved(results, stage):
     assert found[f"losses{stage}"] != results("onefold", "levels")[f"zero{stage}"]["losses"]
 
 
+def test_adapters_are_saved_without_what_they_adapt_and_go_on_under_another_level(results):
+    found = results("onefold", "adapted")
+    assert len(found["saved"]) == 4
+    assert all("lora_" in name for name in found["saved"])
+    assert close(found["resumed"], found["losses3"], 1e-5)
+
+
 def test_a_model_made_of_a_configuration_rests_in_parts_and_has_its_own_initializers_values(results):
     found = results("onefold", "grown")
     assert found["asleep"]
@@ -99,6 +107,38 @@ def test_a_model_made_of_a_configuration_has_the_values_that_it_has_with_deepspe
     ours, theirs = (results(kind, "grown")["split"] for kind in ("onefold", "deepspeed"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_made_inside_of_init_have_the_values_of_those_made_outside_and_train_as_they_do(results, kind):
+    found = results("onefold", "born")[kind]
+    assert set(found["asleep"]) == {"Asleep"}
+    assert same(found["split"], found["whole"])
+    assert found["trained split"]["losses"] == found["trained whole"]["losses"]
+    assert same(found["trained split"]["values"], found["trained whole"]["values"])
+    changed = {
+        name for name, value in found["split"].items() if not value.equal(found["trained split"]["values"][name])
+    }
+    assert changed
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+
+
+@needs_deepspeed
+def test_an_adapter_with_the_same_weights_trains_as_it_does_with_deepspeed(results):
+    found, theirs = results("onefold", "born")["lora"], results("deepspeed", "born")
+    assert close(found["trained split"]["losses"], theirs["trained whole"]["losses"])
+
+
+@needs_deepspeed
+def test_deepspeed_leaves_out_what_transformers_and_peft_write_into_weights_that_are_split(results):
+    """Why losses may differ where a script makes its model inside of zero.Init: ours are those of the whole model."""
+    theirs = results("deepspeed", "born")
+    assert same(theirs["split"], theirs["bare"])
+    assert not same(theirs["split"], results("onefold", "born")["lora"]["whole"])
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("name", ["plugin", "file", "bf16"])

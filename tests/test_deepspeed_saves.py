@@ -86,6 +86,25 @@ def test_parts_of_a_checkpoint_may_be_left_out(tmp_path):
     same(weights(fresh), want)
 
 
+def test_frozen_weights_may_be_left_out_and_not_asked_for(tmp_path):
+    def half_frozen():
+        torch.manual_seed(1)
+        model = Net()
+        model.embed.requires_grad_(False)
+        return engine_of(settings(3, **ADAM), model)
+
+    engine = half_frozen()
+    engine.backward(engine(torch.ones(1, engine.module.embed.in_features)).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    fresh = half_frozen()
+    with pytest.raises(CheckpointError, match="2 of its parameters are not in the checkpoint"):
+        fresh.load_checkpoint(tmp_path)
+    fresh.load_checkpoint(tmp_path, load_module_strict=False)
+    same(weights(fresh), weights(engine))
+    assert (fresh.global_steps, fresh.optimizer.num_updates) == (1, 1)
+
+
 def test_a_save_that_fails_leaves_latest_and_what_it_names(tmp_path):
     run = trained()
     run.engine.save_checkpoint(tmp_path)

@@ -1,4 +1,8 @@
-"""Promise: DeepSpeed's engine trains on GPUs as it does on the CPU, at every stage; so do models made in parts."""
+"""Promise: DeepSpeed's engine takes models from the host to the GPU and trains there as on the CPU, at every stage; so
+do models made in parts."""
+
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +30,8 @@ def losses(rank, num_ranks, config, device):
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    engine = engine_of(config, Net().to(device))
+    with mock.patch.dict(os.environ, DS_ACCELERATOR=device):
+        engine = engine_of(config, Net())
     assert engine.device.type == device
     run, found = Run(engine, rank, num_ranks), []
     for micro_step in range(STEPS * engine.gradient_accumulation_steps()):

@@ -7,8 +7,11 @@ bit for bit. The compiled kernel rounds square roots correctly, which torch's on
 equal to rounding.
 """
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import onefold
@@ -259,6 +262,42 @@ def test_state_can_be_saved_and_loaded(ranks, table):
 
 
 # --- what cannot be had
+
+
+def left(rank, num_ranks, plan):
+    """Trains, and takes torch.distributed down right after the last step, whose updates are late. Returns who sent."""
+    model = onefold.shard(build(Stack), plan)
+    optimizer = onefold.AdamW(model, lr=1e-2)
+    session, senders = session_of(model, "the test"), []
+    send = session.comm.refresh
+
+    def noted(whole, shard):
+        senders.append(threading.current_thread())
+        return send(whole, shard)
+
+    session.comm.refresh = noted
+    for step in range(3):
+        turn = Turn(rank, step, sharded=True)
+        model(turn.randn(3, 4)).square().mean().backward()
+        held = threading.Event()
+        session.houses[Tier.HOST].worker.submit(held.wait)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 2:
+            held.set()
+    dist.destroy_process_group()
+    held.set()
+    for unit in session.runtime.units:
+        for flat in unit.flats:
+            flat.finish_update()
+    return len(senders), {thread is threading.main_thread() for thread in senders}
+
+
+@pytest.mark.parametrize("plan", [onefold.OFFLOAD, onefold.OFFLOAD.keeping(0.5)], ids=str)
+def test_no_rank_is_left_in_a_collective_when_a_script_ends_after_a_step(ranks, plan):
+    for num_sent, are_main in ranks(2).run(left, plan):
+        assert num_sent
+        assert are_main == {True}
 
 
 def test_memory_that_is_not_there_is_an_error():

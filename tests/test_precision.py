@@ -254,14 +254,17 @@ def test_a_skipped_step_leaves_no_trace_in_the_optimizer(ranks, plan):
 # --- the loss scale is never seen outside
 
 
-def scaled_gradients(rank, num_ranks, plan, loss_scale):
+def scaled_gradients(rank, num_ranks, plan, loss_scale, is_in_place=False):
     model = build(Stack)
     model = onefold.shard(model, NAMED_PLANS[plan], precision=Precision(params="fp16", loss_scale=loss_scale))
     optimizer = onefold.SGD(model, lr=0.0)
     x = Turn(rank, 0, sharded=True).randn(3, 4).requires_grad_()
     output = model(x)
     output.retain_grad()
-    output.float().square().mean().backward()
+    if is_in_place:
+        output *= 3
+    loss = output.float().square().mean()
+    loss.backward()
     found = grads(model)
     optimizer.step()
     return found, optimizer.grad_norm, x.grad, output.grad
@@ -275,6 +278,15 @@ def test_gradients_are_unscaled_wherever_they_are_read(ranks, loss_scale, plan):
     for (found, norm, inward, _), (want, want_norm, want_inward, _) in zip(scaled, unscaled, strict=True):
         assert all(torch.allclose(found[name], want[name], rtol=2e-3, atol=2e-6) for name in want)
         assert min(want[name].abs().max() for name in want) > 1e-3
+        assert norm == pytest.approx(want_norm, rel=1e-3)
+        assert torch.allclose(inward, want_inward, rtol=2e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3"])
+def test_outputs_may_be_changed_in_place(ranks, plan):
+    scaled, unscaled = (ranks(2).run(scaled_gradients, plan, scale, True) for scale in (256.0, None))
+    for (found, norm, inward, _), (want, want_norm, want_inward, _) in zip(scaled, unscaled, strict=True):
+        assert all(torch.allclose(found[name], want[name], rtol=2e-3, atol=2e-6) for name in want)
         assert norm == pytest.approx(want_norm, rel=1e-3)
         assert torch.allclose(inward, want_inward, rtol=2e-3, atol=2e-6)
 

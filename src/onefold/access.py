@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from onefold.budget import Budget, FlatSpec
 from onefold.errors import ReleasedParameterError
+from onefold.flat import Flat
 from onefold.hooks import register_state_dict_hooks
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.session import Session, session_of
-from onefold.unit import Flat, KeptUnit, Unit
+from onefold.unit import KeptUnit, Unit
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from onefold.buffer import exact_dtype
 from onefold.errors import OptimizerError
+from onefold.flat import Flat, Trained
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
-from onefold.unit import Flat, Trained
 
 
 class EMA:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from onefold.agree import united
 from onefold.dtypes import Precision
 from onefold.errors import WeightsError
+from onefold.flat import Flat
 from onefold.meta import only
 from onefold.naming import Named, named_tensors, written_names
 from onefold.replace import replacing
 from onefold.session import Session, session_of
 from onefold.streams import Ticket
 from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
-from onefold.unit import Flat, Unit
+from onefold.unit import Unit
 
 _OURS = re.compile(
     r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(config|generation_config|adapter_config)\.json"

@@ -38,12 +38,17 @@ def choose_gather(how: GatherChoice, comm: Comm, device: torch.device) -> Comm:
     if comm.peer_group is None or not (how == "copy" or is_tried):
         return comm
     try:
-        copying = PeerComm(comm, together(comm, partial(_pool, comm, device), did="sees no memory of the others"))
-        return copying if how == "copy" or _is_faster(copying, comm, device) else comm
+        if how == "auto" and not _is_faster(_copying(comm, device), comm, device):
+            return comm
+        return _copying(comm, device)  # another one: what the trial took is given back
     except ShardError:
         if how == "copy":
             raise
         return comm
+
+
+def _copying(comm: Comm, device: torch.device) -> PeerComm:
+    return PeerComm(comm, together(comm, partial(_pool, comm, device), did="sees no memory of the others"))
 
 
 def _pool(comm: Comm, device: torch.device) -> Pool:

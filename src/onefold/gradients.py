@@ -12,6 +12,7 @@ both.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 from operator import itemgetter
 from typing import Protocol
@@ -358,10 +359,13 @@ def _squares_by_rows(values: Tensor) -> Tensor:
     numel = values.numel()
     row_numel = gcd(numel, _ROW_NUMEL)  # no remainder: each operation more is a launch more for every unit
     row_numel = row_numel if row_numel >= _SHORTEST_ROW else _ROW_NUMEL
-    in_rows = numel - numel % row_numel
-    rows: Tensor = torch.linalg.vector_norm(values[:in_rows].view(-1, row_numel), dim=1, dtype=torch.float32)
-    total = rows.double().square().sum()
-    return total if in_rows == numel else total + exact_squares(values[in_rows:])
+    num_rows, in_rows = numel // row_numel, numel - numel % row_numel
+    rows = values.new_empty(num_rows + (in_rows < numel), dtype=torch.float32)
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+    norm(values[:in_rows].view(-1, row_numel), dim=1, out=rows[:num_rows])
+    if in_rows < numel:
+        norm(values[in_rows:], out=rows[-1])
+    return exact_squares(rows)
 
 
 def exact_squares(values: Tensor) -> Tensor:

@@ -118,21 +118,17 @@ class Gate:
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         if self._scale.scale != 1 and tensor.requires_grad and torch.is_grad_enabled():
-            tensor = tensor.view_as(tensor)
-            tensor.register_hook(self._hooks.leave)
+            return change_gradient(tensor, self._hooks.leave)
         return tensor
 
     def _let_out(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return tensor
+        if self._scale.scale != 1:
+            return change_gradient(tensor, self._hooks.enter_scaled)
         if tensor.is_leaf:  # the caller's own tensor, passed through: it gets no hook
             tensor = tensor.view_as(tensor)
-        if self._scale.scale != 1:
-            tensor = tensor.view_as(tensor)
-            tensor.register_hook(self._hooks.enter_scaled)
-            tensor = tensor.view_as(tensor)  # whose own gradient, if the caller retains it, is not scaled yet
-        else:
-            tensor.register_hook(self._hooks.enter)
+        tensor.register_hook(self._hooks.enter)
         return tensor
 
 
@@ -215,16 +211,31 @@ def register_state_dict_hooks(
     model.register_state_dict_pre_hook(before_save)
 
 
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else ctx.change(grad), None
+
+
+def change_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same values in the same memory, whose gradient is changed as it goes on to `tensor`. It is no view: code that
+    works in place (`loss *= 2`) would rebase that, around any hook."""
+    changed: Tensor = _Changed.apply(tensor, change)  # type: ignore[no-untyped-call]
+    return changed
+
+
 def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """What a model returned, with gradients changed as they enter at its tensors: each once, whatever other output
     depends on the same tensor."""
 
     def outside(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or tensor.is_leaf:
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(change)
-        return view
+        return change_gradient(tensor, change) if tensor.requires_grad and not tensor.is_leaf else tensor
 
     return map_tensors(output, outside)
 

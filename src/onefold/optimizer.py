@@ -6,8 +6,6 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
-from threading import Event
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule
 from onefold.errors import OptimizerError
+from onefold.flat import Flat
 from onefold.fused import fused_kernel
 from onefold.native import TorchKernel, host_kernel
 from onefold.plan import Tier
@@ -25,7 +24,7 @@ from onefold.reducer import Slots
 from onefold.rules import Rule
 from onefold.session import Session, session_of
 from onefold.tier import Host
-from onefold.unit import Flat, Unit
+from onefold.unit import Unit
 from onefold.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
@@ -156,18 +155,8 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
         """Make the updates, or start them where they run beside the computation. See [Note: The gated step].
 
-        Those of the host start first, since they take longest; what they send to other ranks waits until that of the
-        device was sent, so that it has one order on all ranks.
+        Those of the host start first, since they take longest.
         """
-        is_sent = Event()
-        try:
-            self._start(active, factors, is_sent)
-        finally:
-            is_sent.set()
-        for unit, _ in self._work:
-            unit.wait_refreshed()
-
-    def _start(self, active: set[tuple[int, int, int]], factors: Sequence[float], is_sent: Event) -> None:
         is_late = self._delay_after is not None and self.num_updates >= self._delay_after
         self.num_updates += 1
         for unit, updates in self._work:
@@ -179,9 +168,11 @@ class Optimizer(torch.optim.Optimizer):
                 if is_late and update.flat.has_twin:
                     unit.update_late(update.flat, compute)
                     continue
-                unit.update(update.flat, compute if update.tier == Tier.DEVICE else partial(_then, compute, is_sent))
+                unit.update(update.flat, compute)
                 started.append(update.flat)
             unit.refresh(started)
+        for unit, _ in self._work:
+            unit.wait_refreshed()
 
     def _take_written(self) -> None:
         """Let updates that run away from the device start from what the user wrote into whole parameters since.
@@ -326,11 +317,6 @@ class Optimizer(torch.optim.Optimizer):
             total = torch.tensor(norm, dtype=torch.float32)
             factors.append(float((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0)))
         return tuple(factor for factor in factors if factor != 1)
-
-
-def _then(compute: Callable[[], None], is_sent: Event) -> None:
-    compute()
-    is_sent.wait()
 
 
 def _groups(

@@ -33,6 +33,9 @@ _PATIENCE_MS = 600_000
 class Pool(Protocol):
     """Memory that all ranks see that hold one shard each. They call it in the same order."""
 
+    held_bytes: int
+    """What this rank has put into it, room that is left included."""
+
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
         """This rank's tensor [numel], uninitialized, and everyone's, by shard."""
         ...
@@ -46,9 +49,11 @@ class MappedPool:
     """Memory of processes on one machine, mapped by all of them; it is gone when the last one lets go of it."""
 
     def __init__(self, comm: Comm) -> None:
+        self.held_bytes = 0
         self._comm = comm
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+        self.held_bytes += numel * dtype.itemsize
         descriptor = os.memfd_create("onefold shard")
         try:
             os.ftruncate(descriptor, numel * dtype.itemsize)
@@ -65,12 +70,14 @@ class MappedPool:
 
 
 class SymmetricPool:
-    """Memory of the GPUs of one machine, each mapped by all of its ranks, as PyTorch's symmetric memory."""
+    """Memory of the GPUs of one machine, each mapped by all of its ranks, as PyTorch's symmetric memory. It comes from
+    the driver: torch.cuda's counters of allocated memory do not see it."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         # PyTorch's module for it is new and has no stable name yet.
         import torch.distributed._symmetric_memory as symmetric
 
+        self.held_bytes = 0
         self._memory = symmetric
         self._group = group
         self._device = device
@@ -94,6 +101,7 @@ class SymmetricPool:
 
     def _open(self, nbytes: int) -> Sequence[Tensor]:
         """New memory of every rank, by rank."""
+        self.held_bytes += nbytes
         own = self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
         handle = self._memory.rendezvous(own, self._group)
         self._handles.append(handle)
@@ -115,6 +123,11 @@ class PeerComm(OverComm[Comm]):
         """Whether shards changed since the ranks last met for a gather."""
         self._met: Finish | None = None
         """Waits for that meeting; None where the current stream is ordered after it."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """What this rank's shards take of memory that all ranks see."""
+        return self._pool.held_bytes
 
     def expose(self, shard: Tensor) -> Tensor:
         if not shard.numel():

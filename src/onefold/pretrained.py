@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from onefold.agree import united
 from onefold.errors import WeightsError
+from onefold.flat import Flat
 from onefold.layout import boxes
 from onefold.naming import Matching, Named, named_tensors
 from onefold.session import session_of
 from onefold.tensorfiles import Stored, StoredTensors
-from onefold.unit import Flat
 
 _SHOWN = 5
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import OrderMismatchError
+from onefold.flat import Flat, Trained
 from onefold.labels import label
 from onefold.meeting import Meeting
 from onefold.released import ReducedGradient, metadata_only
 from onefold.schedule import BACKWARD
 from onefold.streams import Lanes, Ticket, wait_for_oldest
-from onefold.unit import Flat, Trained, Unit, stand_in
+from onefold.unit import Unit, stand_in
 
 _IN_FLIGHT = 2
 Bound = Callable[[list[Ticket], int], None]

@@ -27,13 +27,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onefold.bound import Bound
 from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError
+from onefold.flat import Flat
 from onefold.labels import label
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
 from onefold.saved import SavedView, SavingHooks
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
-from onefold.unit import Flat, PartUnit, Unit, Use
+from onefold.unit import PartUnit, Unit, Use
 
 _TRIES, _PAUSE_S = 100, 0.0005
 

@@ -12,7 +12,8 @@ from weakref import ref
 from torch import Tensor
 
 from onefold.errors import OnefoldError
-from onefold.unit import Flat, Unit
+from onefold.flat import Flat
+from onefold.unit import Unit
 
 
 class SavedView:

@@ -10,9 +10,11 @@ is done and holds a reference to every tensor that must stay alive until then. T
 On CPU a lane runs its work at once; what is asynchronous there is the collective itself, finished by `wait`.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +106,17 @@ class Ticket:
         if self._finish_on_host is not None:
             self._finish_on_host()
         self.wait()
+
+
+class StreamTicket(Ticket):
+    """Of a stream's work. Dropped before anyone waited (a model that goes in mid-step), it still orders the current
+    stream after the work, or memory that it kept would be given out again too early."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self._keep and not sys.is_finalizing():
+            self.wait()
 
 
 def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
@@ -201,6 +214,7 @@ class StreamLane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self._index = self.stream.device_index
 
     def run(
         self,
@@ -209,14 +223,14 @@ class StreamLane:
         after: Sequence[Ticket] = (),
         keep: Sequence[Any] = (),
     ) -> Ticket:
-        with torch.cuda.stream(self.stream):
+        with _Current(self.stream):
             for ticket in after:
                 ticket.wait()
             finish = launch()
             if finish is not None:
                 finish()
             event = self.stream.record_event()
-        return Ticket(lambda: torch.cuda.current_stream().wait_event(event), keep, event.query, event.synchronize)
+        return StreamTicket(partial(_order_after, event, self._index), keep, event.query, event.synchronize)
 
 
 class StreamLanes:
@@ -229,16 +243,42 @@ class StreamLanes:
         self.up: Lane = StreamLane(device)
         self.down: Lane = StreamLane(device)
         self._gather_stream = gather.stream
+        self._index = gather.stream.device_index
 
     def mark(self) -> Ticket:
-        event = torch.cuda.current_stream().record_event()
-        return Ticket(lambda: torch.cuda.current_stream().wait_event(event))
+        event = torch.cuda.current_stream(self._index).record_event()
+        return Ticket(partial(_order_after, event, self._index))
 
     def order_gather(self) -> None:
-        self._gather_stream.wait_event(torch.cuda.current_stream().record_event())
+        self._gather_stream.wait_event(torch.cuda.current_stream(self._index).record_event())
 
     def allocate_for_gather(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._gather_stream)
+        return _Current(self._gather_stream)
+
+
+class _Current:
+    """Makes a stream, and its device, the current ones. torch.cuda.stream takes several times the host's time for that,
+    and every unit comes here several times a step. Each use needs one of its own."""
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._before = torch.cuda.current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_stream(self._before)
+        if self._device != self._stream.device_index:
+            torch.cuda.set_device(self._device)
+
+
+def _order_after(event: torch.cuda.Event, index: int) -> None:
+    """Let the current stream of a device wait for `event`. By number, since looking up the device costs more."""
+    event.wait(torch.cuda.current_stream(index))
 
 
 def lanes_for(device: torch.device) -> Lanes:

@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 from weakref import finalize
 
@@ -114,7 +115,11 @@ class Host:
         self._lanes = lanes
         self._cores = cores
         self.worker = Worker(device, cores)
-        self._leaving: list[Ticket] = []
+        # What moves, and the memory here that it needs: a ticket lets go of that once a stream is ordered after it.
+        self._leaving: list[tuple[Ticket, Tensor]] = []
+        self._arriving: list[tuple[Ticket, Tensor]] = []
+        self._lock = Lock()
+        finalize(self, _let_all_arrive, self._arriving, self._leaving)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes, free = numel * dtype.itemsize, available_bytes()
@@ -133,22 +138,25 @@ class Host:
 
     def deliver(self, resting: Tensor, into: Tensor, after: Ticket) -> Ticket:
         self.up_bytes += resting.nbytes
-        return self._lanes.up.run(_copy(into, resting), after=[after], keep=[into, resting])
+        ticket = self._lanes.up.run(_copy(into, resting), after=[after], keep=[into, resting])
+        with self._lock:  # the worker delivers too
+            self._arriving[:] = [each for each in self._arriving if _is_moving(each[0])]
+            self._arriving.append((ticket, resting))
+        return ticket
 
     def store(self, resting: Tensor, changed: Tensor) -> Ticket:
         self.down_bytes += changed.nbytes
         ticket = self._lanes.down.run(_copy(resting, changed), after=[self._lanes.mark()], keep=[resting, changed])
-        self._leaving.append(ticket)
+        self._leaving.append((ticket, resting))
         self._let_go()
         return ticket
 
     def _let_go(self) -> None:
         """Free device memory whose copy has left; what leaves never piles up."""
         while self._leaving:
-            oldest = self._leaving[0]
-            if len(self._leaving) <= _MOST_LEAVING and oldest.is_done is not None and not oldest.is_done():
+            if len(self._leaving) <= _MOST_LEAVING and _is_moving(self._leaving[0][0]):
                 return
-            self._leaving.pop(0).wait_on_host()
+            self._leaving.pop(0)[0].wait_on_host()
 
     def bring(self, tensor: Tensor) -> tuple[Tensor, Ticket]:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
@@ -162,6 +170,17 @@ class Host:
             then(mark)
 
         return self.worker.submit(job)
+
+
+def _is_moving(ticket: Ticket) -> bool:
+    return ticket.is_done is not None and not ticket.is_done()
+
+
+def _let_all_arrive(*moving: list[tuple[Ticket, Tensor]]) -> None:
+    """A model can go while its last copies are under way; the memory that they touch must not."""
+    for copies in moving:
+        for ticket, _ in copies:
+            ticket.wait_on_host()
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -199,7 +218,7 @@ def pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
             "(ulimit -l unlimited), or use a plan that keeps less on the host"
         )
     # The window dies with the tensor's storage; the pages, held here, outlive their registration.
-    finalize(window, _unlock, runtime, tensor.data_ptr(), pages)
+    finalize(window, _unlock, runtime, tensor.data_ptr(), pages).atexit = False  # copies may still be under way then
     return tensor
 
 

@@ -11,124 +11,19 @@ needs a collective. The storage behind it may outlive a release as long as someb
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from onefold.buffer import Buffer, Master
 from onefold.comm import Comm
-from onefold.gradients import Gradients
+from onefold.flat import Flat, Trained
 from onefold.labels import label
-from onefold.layout import Layout, Piece
 from onefold.plan import Tier
+from onefold.refreshes import Refresh, Refreshes
 from onefold.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
 from onefold.streams import Lanes, Ticket
-from onefold.tier import Storehouse
-
-
-@dataclass(slots=True, kw_only=True)
-class Trained:
-    """What a flat buffer has only if its parameters are trained."""
-
-    master: Master
-    gradients: Gradients
-    numel: int
-    """Elements this rank updates."""
-    rest: Storehouse
-    """Where optimizer state rests."""
-    weight: Tensor
-    """The compute weights as the update writes them: the flat's `weight`, or a twin of it where the update runs."""
-    has_twin: bool
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element of what keeps the weights exact, and of the twin."""
-        return self.master.itemsize + (self.weight.element_size() if self.has_twin else 0)
-
-
-@dataclass(slots=True, kw_only=True)
-class Flat:
-    """Parameters of one unit with one dtype, all trained or all frozen, in one flat buffer."""
-
-    names: tuple[str, ...]
-    params: tuple[nn.Parameter, ...]
-    buffer: Buffer
-    weight: Tensor
-    """The compute weights this rank keeps: its shard, a view of its range, or the whole buffer."""
-    start: int
-    """Index in the flat buffer of the first of them."""
-    trained: Trained | None
-    rest: Storehouse
-    """Where `weight` rests."""
-    version: int = 0
-    """Updates so far."""
-    arrival: Ticket = field(default_factory=Ticket)
-    """When the latest copy of weights to the device is done: before, nobody reads there, nor writes where they rest."""
-    checksum: Tensor | None = None
-    """Of `weight` (0-dim, int64) when the twin last held the same."""
-    current: Ticket = field(default_factory=Ticket)
-    """When `weight` has the values of the latest update."""
-    update: Ticket = field(default_factory=Ticket)
-    """When the latest update is done, see [Note: The gated step]."""
-    late: Ticket | None = None
-    """When an update is done whose weights nobody has seen yet, see [Note: The delayed update]."""
-
-    @property
-    def layout(self) -> Layout:
-        return self.buffer.layout
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The parts of parameters that `weight` holds; they are those that this rank updates."""
-        return self.layout.pieces_between(self.start, self.start + self.weight.numel())
-
-    @property
-    def has_twin(self) -> bool:
-        """Whether updates write a twin of `weight`, so that one can be made while the weights before it are in use."""
-        return self.trained is not None and self.trained.has_twin
-
-    def publish(self, lanes: Lanes, after: Ticket) -> Ticket:
-        """After an update: bring the twin's values to `weight`, once `after` is done."""
-        if self.trained is None or not self.has_twin:
-            return after
-        self.arrival = self.trained.rest.deliver(self.trained.weight, self.weight, after)
-
-        def watch() -> None:
-            self.checksum = _checksum(self.weight)
-
-        return lanes.up.run(watch, keep=[self.weight])
-
-    def finish_update(self) -> None:
-        """Wait for the update that is under way; its exception is raised here."""
-        self.update.wait()
-
-    @property
-    def is_updating(self) -> bool:
-        return self.update.is_pending and self.update.is_done is not None and not self.update.is_done()
-
-    def written_since(self) -> Tensor | None:
-        """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin."""
-        return None if self.checksum is None else self.checksum != _checksum(self.weight)
-
-    def take_written(self) -> None:
-        """Let the twin, and the exact weights behind it, have what was written into `weight`."""
-        if self.trained is not None and self.has_twin:
-            self.trained.rest.store(self.trained.weight, self.weight).wait_on_host()
-            self.trained.master.store(self.trained.master.load())
-
-    @property
-    def resting_bytes(self) -> int:
-        """Bytes of parameters that this rank holds between steps."""
-        shared = self.weight.untyped_storage()._cdata == self.buffer.storage_id
-        return self.buffer.nbytes if shared else self.weight.nbytes
-
-
-def _checksum(weight: Tensor) -> Tensor:
-    """A number that changes when any bits of `weight` do, but for unlikely coincidences; on its device."""
-    return weight.view(torch.int64).sum()  # a shard is a multiple of 32 bytes
 
 
 class Use:
@@ -143,7 +38,9 @@ class Use:
 class Unit:
     """One unit whose parameters rest whole: always gathered. `PartUnit` is the partitioned kind."""
 
-    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
+    def __init__(
+        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, refreshes: Refreshes
+    ) -> None:
         self.name = name
         self.index = index
         self.flats = tuple(flats)
@@ -160,6 +57,7 @@ class Unit:
         self.open_uses: set[Use] = set()
         self._comm = comm
         self._lanes = lanes
+        self._refreshes = refreshes
         self._tickets: list[Ticket] = []
         self._params = [param for flat in self.flats for param in flat.params]
         self._classes = [type(param) for param in self._params]
@@ -185,6 +83,7 @@ class Unit:
     def wait(self) -> None:
         """Let the current stream read the gathered parameters."""
         self.finish_update()
+        self._refreshes.send_ready()
 
     def release(self) -> None:
         """Let go of the whole parameters."""
@@ -209,6 +108,7 @@ class Unit:
         if flat.trained is not None:
             flat.update = flat.trained.rest.run(self._labelled(compute), partial(self.spread, flat))
             flat.trained.gradients.keep.lend(flat.update.copy())
+            self._queue(flat)
 
     def update_late(self, flat: Flat, compute: Callable[[], None]) -> None:
         """Start the update of one flat buffer, whose result is only seen after `catch_up`."""
@@ -231,6 +131,7 @@ class Unit:
             if late is not None:
                 late.wait()
             self.spread(flat, self._lanes.mark())
+            self._send(flat)
         if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
             self.refresh(caught)
 
@@ -247,6 +148,7 @@ class Unit:
         """Bring what was stored into `flats` between steps to wherever it is read; returns when it is there."""
         for flat in flats:
             self.spread(flat, self._lanes.mark())
+            self._send(flat)
         self.refresh(flats)
         self.finish_update()
         self.wait_tickets()
@@ -257,18 +159,37 @@ class Unit:
             self.wait_tickets()
 
     def spread(self, flat: Flat, after: Ticket) -> None:
-        """Once `after` is done: bring the updated values of one flat buffer to wherever they are read."""
-        ready, is_part = after, flat.weight.numel() < flat.layout.numel
-        if flat.has_twin or is_part:
+        """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
+        flat.published = flat.publish(self._lanes, after)
+
+    def _queue(self, flat: Flat) -> None:
+        """Send an update that was started: now, if it is done. See [Note: Who launches collectives]."""
+        if not flat.update.is_pending:
+            self._send(flat)
+            return
+        self._refreshes.add(
+            Refresh(
+                owner=self,
+                update=flat.update,
+                is_ready=lambda: flat.published is not None,
+                send=partial(self._send, flat),
+            )
+        )
+
+    def _send(self, flat: Flat) -> None:
+        """Bring what was published to all ranks."""
+        ready, flat.published = flat.published, None
+        if ready is None:
+            return  # its update failed
+        if flat.weight.numel() < flat.layout.numel:
             with label("refresh", self.name):
-                ready = flat.publish(self._lanes, after)
-                if is_part:
-                    launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
-                    ready = self._lanes.gather.run(launch, after=[ready])
+                launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
+                ready = self._lanes.gather.run(launch, after=[ready], keep=[flat.buffer.whole, flat.weight])
         self._tickets.append(ready)
 
     def finish_update(self) -> None:
         """Wait for updates that are under way, and let parameters be read again."""
+        self._refreshes.finish(self)
         for flat in self.flats:
             flat.finish_update()
         if not self.is_used:
@@ -303,8 +224,10 @@ class Unit:
 class PartUnit(Unit):
     """One unit whose parameters rest in shards: gathered for use, released after."""
 
-    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
-        super().__init__(name, index, flats, comm, lanes)
+    def __init__(
+        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, refreshes: Refreshes
+    ) -> None:
+        super().__init__(name, index, flats, comm, lanes, refreshes)
         self._versions: list[int] = []
 
     def gather(self) -> None:
@@ -368,6 +291,11 @@ class PartUnit(Unit):
 
     def spread(self, flat: Flat, after: Ticket) -> None:
         flat.current = flat.publish(self._lanes, after)
+
+    def _queue(self, flat: Flat) -> None:
+        """Other ranks gather it when they need it."""
+
+    _send = _queue
 
     def finish_update(self) -> None:
         for flat in self.flats:

@@ -14,12 +14,12 @@ from onefold import native
 from onefold.buffer import exact_dtype
 from onefold.elementwise import TorchRule, probe
 from onefold.errors import OptimizerError
+from onefold.flat import Flat, Trained
 from onefold.layout import Piece
 from onefold.native import Updater
 from onefold.plan import Tier
 from onefold.reducer import Slots
 from onefold.rules import Rule
-from onefold.unit import Flat, Trained
 
 Group = Mapping[str, Any]
 Key = tuple[int, int]

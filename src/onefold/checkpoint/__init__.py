@@ -37,6 +37,7 @@ def save(
     loader: Any = None,
     ema: EMA | None = None,
     extra: Any = None,
+    frozen: bool = True,
     keep_last: int | None = None,
     asynchronous: bool = False,
     progress: bool = True,
@@ -55,6 +56,7 @@ def save(
         loader: this rank's data loader (torchdata's StatefulDataLoader, say); of use at the same number of ranks.
         ema: the average of the weights, to be saved with them.
         extra: what `load` shall return: numbers, strings, tensors and containers of them; rank 0's counts.
+        frozen: whether weights that are not trained are saved too; without them, load with `strict=False`.
         keep_last: how many checkpoints to keep beside and including this one; older ones are removed afterwards.
         asynchronous: return when training may go on, and write beside it. See [Note: Saving beside training].
         progress: show a bar on a terminal (rank 0, with `rich` installed).
@@ -71,11 +73,10 @@ def save(
 
     session = session_of(model, "onefold.save")
     wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
-    collect = partial(
-        contents.collect, session, model, optimizer, scheduler=scheduler, loader=loader, ema=ema, extra=extra
-    )
+    rest = {"scheduler": scheduler, "loader": loader, "ema": ema, "extra": extra, "frozen": frozen}
+    collect = partial(contents.collect, session, model, optimizer, **rest)
     with torch.inference_mode(False), torch.no_grad():  # what is kept for the next save is used outside, too
-        contents.check_same(session, optimizer, ema)
+        contents.check_same(session, optimizer, ema, frozen=frozen)
         return saving.save(session, Path(path).absolute(), collect, wishes)
 
 
@@ -88,6 +89,7 @@ def load(
     loader: Any = None,
     ema: EMA | None = None,
     random_states: bool = True,
+    strict: bool = True,
     progress: bool = True,
     files: "Files | None" = None,
 ) -> Any:
@@ -104,6 +106,8 @@ def load(
         scheduler: a learning-rate scheduler, or as many in a list as were saved.
         loader: this rank's data loader; the number of ranks has to be that of the save.
         ema: the average of the weights, to be loaded with them.
+        strict: whether checkpoint and model must have the same weights, buffers and states of modules. If not, those
+            that both have are loaded, others stay as they are. An optimizer has to fit all the same.
         random_states: whether random generators go on where they were. A rank that had no counterpart keeps its own.
         progress: show a bar on a terminal (rank 0, with `rich` installed).
         files: the file operations to use.
@@ -119,7 +123,7 @@ def load(
     from onefold.checkpoint.files import Files
 
     session = session_of(model, "onefold.load")
-    job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, progress)
+    job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, strict, progress)
     rest = loading.Rest(scheduler=scheduler, loader=loader, random_states=random_states)
     with torch.inference_mode(False), torch.no_grad():
         return loading.load(session, Path(path).absolute(), job, rest)

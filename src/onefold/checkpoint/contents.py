@@ -40,22 +40,25 @@ def collect(
     loader: Any,
     ema: EMA | None,
     extra: Any,
+    frozen: bool = True,
 ) -> Contents:
-    """All that a run needs to go on, as this rank has it.
+    """All that a run needs to go on, as this rank has it; without `frozen`, beside the weights that are not trained.
 
     Raises:
         CheckpointError: something of it cannot be saved.
     """
     check_given(session, optimizer, ema)
-    entries, aside = list(own_entries(session, optimizer, ema)), Aside()
+    left_out = frozenset() if frozen else _frozen(session)
+    keys, aside = {f"model.{name}" for name in left_out}, Aside()
+    entries = [entry for entry in own_entries(session, optimizer, ema) if entry.key not in keys]
     is_first = session.comm.rank == 0
     schedulers, buffers = several(scheduler), persistent_buffers(model)
     shared = {
         **stamp(),
         "num_ranks": session.comm.num_ranks,
         "plan": str(session.plan),
-        "params": _params(session),
-        "tied": _tied(model),
+        "params": {name: saved for name, saved in _params(session).items() if name not in left_out},
+        "tied": {name: first for name, first in _tied(model).items() if first not in left_out},
         "buffers": {name: list(buffer.shape) for name, buffer in buffers.items()},
         "scaler": encode(session.scaler.state_dict(), "the loss scale"),
         "optimizer": None if optimizer is None else _optimizer(session, optimizer),
@@ -70,7 +73,7 @@ def collect(
     if is_first:
         shared["module_states"] = _module_states(model, aside.keep)
         entries += [*buffer_entries(buffers), *aside.entries()]
-        shared["files"] = _files(model)
+        shared["files"] = None if left_out else _files(model)
         shared["empty"] = aside.empty() | empty_buffers(buffers)
     return Contents(shared=shared, own=own, entries=entries)
 
@@ -112,6 +115,12 @@ def stamp() -> dict[str, Any]:
 
 def several(scheduler: Any) -> list[Any]:
     return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
+
+
+def _frozen(session: Session) -> frozenset[str]:
+    """Names of parameters that are not trained."""
+    flats = (flat for unit in session.runtime.units for flat in unit.flats)
+    return frozenset(name for flat in flats if flat.trained is None for name in flat.names)
 
 
 def _params(session: Session) -> dict[str, Any]:
@@ -201,13 +210,13 @@ def check_given(session: Session, optimizer: Optimizer | None, ema: EMA | None) 
             raise CheckpointError(f"{what}= is of another model than the one given")
 
 
-def check_same(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
+def check_same(session: Session, optimizer: Optimizer | None, ema: EMA | None, *, frozen: bool = True) -> None:
     """Whether all ranks were given the same kinds of things: each reads and writes its part of all of them.
 
     Raises:
         CheckpointError: on every rank, if not.
     """
-    mine = {"optimizer": optimizer is not None, "ema": ema is not None}
+    mine = {"optimizer": optimizer is not None, "ema": ema is not None, "frozen": not frozen}
     every = session.comm.exchange_objects(mine)
     for what in mine:
         ranks = [rank for rank, given in enumerate(every) if given[what]]

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from onefold.buffer import Master, OwnMaster, exact_dtype
 from onefold.comm import Comm
 from onefold.ema import EMA
+from onefold.flat import Flat, Trained
 from onefold.layout import Layout
 from onefold.naming import all_tensors
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
 from onefold.session import Session
-from onefold.unit import Flat, Trained
 from onefold.update import FlatUpdate
 
 

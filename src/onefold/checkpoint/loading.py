@@ -19,7 +19,7 @@ from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
 from onefold.checkpoint.contents import check_given, check_same, several
 from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
-from onefold.checkpoint.entries import buffer_entries, kept_entries, param_names, persistent_buffers
+from onefold.checkpoint.entries import Entry, buffer_entries, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED, file_of, understood
 from onefold.checkpoint.plans import EntryLoadPlanner
@@ -120,6 +120,7 @@ class Job:
         optimizer: Optimizer | None,
         ema: EMA | None,
         files: Files,
+        strict: bool,
         progress: bool,
     ) -> None:
         self._session = session
@@ -127,6 +128,7 @@ class Job:
         self._optimizer = optimizer
         self._ema = ema
         self._files = files
+        self._strict = strict
         self._progress = progress
 
     def check(self) -> None:
@@ -159,10 +161,7 @@ class Job:
         return read
 
     def _tensors(self, reader: Reader) -> None:
-        entries = [
-            *kept_entries(self._session, self._optimizer, self._ema),
-            *buffer_entries(persistent_buffers(self._model)),
-        ]
+        entries = self._wanted(reader)
         total = sum(entry.nbytes for entry in entries)
         path, comm = reader.directory, self._session.comm
         with bar(f"loading {path.name}", total, self._progress and comm.rank == 0) as advance:
@@ -178,6 +177,18 @@ class Job:
             except BaseException as error:
                 told = failure(error, f"reading {path} failed, and the model holds part of it", comm.rank)
                 raise (Damaged(str(told)) if _is_damage(error) else told) from error
+
+    def _wanted(self, reader: Reader) -> list[Entry]:
+        """What is to be read; unless strict, of weights and buffers those that are there."""
+        entries = [
+            *kept_entries(self._session, self._optimizer, self._ema),
+            *buffer_entries(persistent_buffers(self._model)),
+        ]
+        if self._strict:
+            return entries
+        params, buffers = understood(reader.directory / SHARED, lambda: _shapes(reader.shared))
+        there = {*(f"model.{name}" for name in params), *(f"buffer.{name}" for name in buffers)}
+        return [each for each in entries if not each.key.startswith(("model.", "buffer.")) or each.key in there]
 
     def _open(self, path: Path) -> Reader:
         reader = Reader(path, self._files)
@@ -204,8 +215,9 @@ class Job:
     def _take_module_states(self, read: Read) -> None:
         modules = modules_with_more(self._model)
         for name, state in (read.module_states or {}).items():
-            with _taking(read.reader.directory, f"module {name!r}"):
-                modules[name].set_extra_state(state)
+            if name in modules:
+                with _taking(read.reader.directory, f"module {name!r}"):
+                    modules[name].set_extra_state(state)
 
     def _check(self, reader: Reader, read: Read) -> None:
         """Compare names and shapes, and make room for state.
@@ -217,12 +229,13 @@ class Job:
         params, buffers = understood(where / SHARED, lambda: _shapes(reader.shared))
         flats = [flat for unit in self._session.runtime.units for flat in unit.flats]
         mine = {n: tuple(s.shape) for flat in flats for n, s in zip(flat.names, flat.layout.slots, strict=True)}
-        _compare(where, "parameter", mine, params)
+        compare = _compare if self._strict else _compare_common
+        compare(where, "parameter", mine, params)
         mine = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model).items()}
-        _compare(where, "buffer", mine, buffers)
+        compare(where, "buffer", mine, buffers)
         if read.module_states is not None:
             more, theirs = (dict.fromkeys(names, ()) for names in (modules_with_more(self._model), read.module_states))
-            _compare(where, "module with extra state", more, theirs)
+            compare(where, "module with extra state", more, theirs)
         if self._ema is not None and not reader.shared.get("has_ema"):
             raise CheckpointError(f"{where} was saved without an EMA; one made after loading starts from the weights")
         if self._optimizer is None:
@@ -290,10 +303,21 @@ def _compare(where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: 
         raise CheckpointError(
             f"{where} does not fit the model: {len(missing)} of its {_plural(what)} are not in the checkpoint and "
             f"{len(unknown)} of the checkpoint's are not in the model, first {name!r}"
-            f"{f' (did you mean {near[0]!r}?)' if near else ''}"
+            f"{f' (did you mean {near[0]!r}?)' if near else ''}; strict=False loads those that both have"
+        )
+    _compare_common(where, what, mine, theirs)
+
+
+def _compare_common(
+    where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]
+) -> None:
+    if mine and theirs and not mine.keys() & theirs.keys():
+        raise CheckpointError(
+            f"{where} does not fit the model: they have no {what} in common; it begins with {min(theirs)!r}, and the "
+            f"model with {min(mine)!r}"
         )
     for name, shape in mine.items():
-        if shape != theirs[name]:
+        if name in theirs and shape != theirs[name]:
             raise CheckpointError(
                 f"{where} does not fit the model: {what} {name!r} has shape {theirs[name]} in the checkpoint and "
                 f"{shape} in the model"

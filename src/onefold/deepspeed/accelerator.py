@@ -1,6 +1,6 @@
 """Owns DeepSpeed's module `accelerator`: the device of this process, asked in DeepSpeed's words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
@@ -9,6 +9,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from onefold.deepspeed import comm
+from onefold.deepspeed.world import accelerator_name
 
 Result = TypeVar("Result")
 
@@ -22,6 +23,10 @@ class Accelerator:
     def device_name(self, device_index: int | None = None) -> str:
         """The kind of device, or the name of one."""
         return self._name if device_index is None else f"{self._name}:{device_index}"
+
+    def current_device_name(self) -> str:
+        """The device of this process."""
+        return self._name
 
     def communication_backend_name(self) -> str:
         """What its collectives run on."""
@@ -74,10 +79,6 @@ class Cpu(Accelerator):
     _name, _communication_backend_name = "cpu", "gloo"
 
     def device_name(self, device_index: int | None = None) -> str:
-        return "cpu"
-
-    def current_device_name(self) -> str:
-        """The device of this process."""
         return "cpu"
 
     def current_device(self) -> int:
@@ -160,7 +161,18 @@ class Cuda(Accelerator):
         return int(torch.cuda.mem_get_info(device_index)[0])
 
 
-@cache
+_KINDS: Mapping[str, type[Accelerator]] = {"cuda": Cuda, "cpu": Cpu}
+
+
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process: its GPU if torch sees one, else the host."""
-    return Cuda() if torch.cuda.is_available() else Cpu()
+    """The accelerator of this process: its GPU if torch sees one, else the host. DS_ACCELERATOR=cpu chooses the host.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names a kind that is not there.
+    """
+    return _accelerator(accelerator_name())
+
+
+@cache
+def _accelerator(name: str) -> Accelerator:
+    return _KINDS[name]()

@@ -1,23 +1,18 @@
-"""Owns DeepSpeed's engine on top of Onefold: its loop, its counters, its meaning of gradient accumulation.
-
-[Note: What a backward is divided by]
-DeepSpeed divides by the number of micro-batches: `engine.backward(loss)` the loss, a plain `loss.backward()` the
-gradient as it enters at the engine's outputs. So do hooks on those, unless `engine.backward` runs. A loss scale needs
-nothing from the script in either case: it is applied inside of the model.
-"""
+"""Owns DeepSpeed's engine on top of Onefold: its loop, its counters, its meaning of gradient accumulation."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onefold.access import accumulate
 from onefold.deepspeed.config import Config
+from onefold.deepspeed.division import Division, already_divided
 from onefold.deepspeed.loader import DeepSpeedDataLoader, make_loader
 from onefold.deepspeed.names import told
 from onefold.deepspeed.saves import Saves
@@ -49,26 +44,6 @@ class Setup:
     local_rank: int = 0
     client_optimizer: torch.optim.Optimizer | None = None
     collate_fn: Callable[..., Any] | None = None
-
-
-class Division:
-    """By what gradients are divided. See [Note: What a backward is divided by] and [Note: Who keeps a model alive].
-
-    Attributes:
-        parts: micro-batches of a step.
-        num_running: calls of `engine.backward`, of any engine, that run, which divided the loss already: it may come
-            through the outputs of several engines, as a generator's does through its discriminator.
-    """
-
-    __slots__ = ("parts",)
-    num_running: ClassVar[int] = 0
-
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
-
-    def enter(self, grad: Tensor) -> Tensor:
-        """The gradient of one of the engine's outputs, as it goes on into the model."""
-        return grad if self.num_running else grad / self.parts
 
 
 class DeepSpeedEngine(Saves):
@@ -142,12 +117,8 @@ class DeepSpeedEngine(Saves):
             )
         divided = loss / self._division.parts if scale_wrt_gas else loss
         self._num_backwards += 1
-        Division.num_running += 1
-        try:
-            with self._collecting():
-                divided.backward(retain_graph=retain_graph)
-        finally:
-            Division.num_running -= 1
+        with self._collecting(), already_divided():
+            divided.backward(retain_graph=retain_graph)
         return divided
 
     def _collecting(self) -> AbstractContextManager[None]:

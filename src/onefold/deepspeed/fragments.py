@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from onefold.access import gathered
 from onefold.checkpoint.entries import Entry, param_entries
 from onefold.errors import OnefoldError
+from onefold.flat import Flat
 from onefold.session import Session, owner_session
-from onefold.unit import Flat, Unit
+from onefold.unit import Unit
 
 
 class _Place:

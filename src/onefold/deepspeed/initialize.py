@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.comm import all_ranks, start
+from onefold.deepspeed.accelerator import get_accelerator
 from onefold.deepspeed.client import brought, scheduler_of
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
 from onefold.deepspeed.given import Given
@@ -92,7 +93,9 @@ def _sharded(module: nn.Module, translation: Translation) -> nn.Module:
     if translation.plan.params.partitioned:
         for number, param in enumerate(module.parameters()):
             mark(param, number)
-    return shard(module, **translation.shard_arguments)
+    # As in DeepSpeed, a model on the host goes to the accelerator; shard moves it there in parts.
+    with torch.device(get_accelerator().current_device_name()):
+        return shard(module, **translation.shard_arguments)
 
 
 def _given(module: nn.Module, dist_init_required: bool | None) -> Given:

@@ -31,7 +31,7 @@ _log = logging.getLogger("onefold")
 
 
 def save_checkpoint(
-    engine: "Saves", save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool
+    engine: "Saves", save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool, frozen: bool
 ) -> bool:
     """Write `save_dir/tag`, and then its name into `save_dir/latest`. See `Saves.save_checkpoint`."""
     if not str(save_dir):
@@ -48,7 +48,13 @@ def save_checkpoint(
     }
     directory = Path(save_dir).absolute()
     save(
-        directory / name, engine.module, engine.optimizer, scheduler=engine.lr_scheduler, extra=extra, progress=False
+        directory / name,
+        engine.module,
+        engine.optimizer,
+        scheduler=engine.lr_scheduler,
+        extra=extra,
+        frozen=frozen,
+        progress=False,
     ).wait()
     if save_latest:
         together(session.comm, lambda: _name(directory, name, session.comm.rank), CheckpointError, "could not save")
@@ -83,7 +89,14 @@ def _name(directory: Path, name: str, rank: int) -> None:
 
 
 def load_checkpoint(
-    engine: "Saves", load_dir: str, tag: Any, *, with_optimizer: bool, with_scheduler: bool, only_module: bool
+    engine: "Saves",
+    load_dir: str,
+    tag: Any,
+    *,
+    strict: bool,
+    with_optimizer: bool,
+    with_scheduler: bool,
+    only_module: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Read `load_dir/tag`, or what `load_dir/latest` names. See `Saves.load_checkpoint`."""
     session = session_of(engine.module, "load_checkpoint")
@@ -104,6 +117,7 @@ def load_checkpoint(
         engine.optimizer if resumes else None,
         scheduler=scheduler,
         random_states=resumes,
+        strict=strict,
         progress=False,
     )
     facts = extra.get("deepspeed", {}) if isinstance(extra, dict) else {}
@@ -239,11 +253,11 @@ class Saves(Queries, nn.Module):
             tag: the same on every rank; None is `global_stepN`.
             client_state: numbers, strings, tensors, and containers of them, for `load_checkpoint` to return; rank 0's.
             save_latest: write the tag into the file `latest` once the checkpoint is there.
-            exclude_frozen_parameters: has no effect: a checkpoint is always whole.
+            exclude_frozen_parameters: leave frozen weights out; load it with `load_module_strict=False`.
         Raises:
             CheckpointError: on every rank, if any cannot. Older checkpoints stay as they were.
         """
-        return save_checkpoint(self, save_dir, tag, client_state or {}, save_latest)
+        return save_checkpoint(self, save_dir, tag, client_state or {}, save_latest, not exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -259,7 +273,7 @@ class Saves(Queries, nn.Module):
 
         Args:
             tag: None is the one that the file `latest` names.
-            load_module_strict: has no effect: checkpoints are whole, and have to fit.
+            load_module_strict: False loads the weights and buffers that checkpoint and model both have.
             load_optimizer_states: False leaves the optimizer, and random generators, as they are.
             load_lr_scheduler_states: False leaves the schedule as it is.
             load_module_only: take weights and buffers alone.
@@ -274,6 +288,7 @@ class Saves(Queries, nn.Module):
             self,
             load_dir,
             tag,
+            strict=load_module_strict,
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
             only_module=load_module_only,

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from onefold.comm import join
 from onefold.errors import ConfigError
 from onefold.launch import environ
@@ -29,7 +31,7 @@ def init_distributed(
     mpirun say; or, without any of them, with this process as the only rank.
 
     Args:
-        dist_backend: torch's name of it; None chooses by whether there are GPUs.
+        dist_backend: torch's name of it; None chooses by the accelerator.
         auto_mpi_discovery: False does not look for Open MPI's variables.
         distributed_port: where ranks meet that mpirun started, unless MASTER_PORT says otherwise.
         timeout: of a collective; None is torch's own.
@@ -46,7 +48,7 @@ def init_distributed(
         init_method, rank, world_size = _by_mpi(here, distributed_port)
     is_alone = init_method is None and not _is_told(here)
     join(
-        dist_backend,
+        dist_backend or ("gloo" if accelerator_name() == "cpu" else None),
         timeout=timeout,
         init_method=init_method,
         rank=rank,
@@ -54,6 +56,21 @@ def init_distributed(
         local_rank=local_rank(),
         is_alone=is_alone,
     )
+
+
+def accelerator_name() -> str:
+    """What models train on: "cuda" if torch sees GPUs, else "cpu". DS_ACCELERATOR=cpu leaves GPUs alone.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names a kind that is not there.
+    """
+    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    name = environ().get("DS_ACCELERATOR", kinds[0])
+    if name not in kinds:
+        raise ConfigError(
+            f"DS_ACCELERATOR={name}: this process has {' and '.join(kinds)}; unset it, or name one of these"
+        )
+    return name
 
 
 def is_launched() -> bool:

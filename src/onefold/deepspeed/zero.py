@@ -15,6 +15,7 @@ from torch import nn
 
 from onefold.access import gathered
 from onefold.deepspeed import comm
+from onefold.deepspeed.dropped import Watch
 from onefold.deepspeed.marks import ZeroParamStatus, mark
 from onefold.deepspeed.refused import refused
 from onefold.deepspeed.source import read
@@ -145,7 +146,8 @@ class GatheredParameters:
 
     Args:
         params: a parameter, or parameters. What is no parameter is passed over.
-        modifier_rank: keep what this rank wrote, on every rank; None drops what is written.
+        modifier_rank: keep what this rank wrote, on every rank; None drops what is written into parameters that rest in
+            parts, and says so once of each.
         fwd_module: taken, and not needed.
         enabled: False does nothing.
 
@@ -175,7 +177,9 @@ class GatheredParameters:
             )
         for context in self._gather():
             self._contexts.enter_context(context)
-        if self._modifier:
+        if self._modifier is None:
+            self._contexts.push(partial(self._look, Watch(self._params)))
+        elif self._modifier:
             self._contexts.push(self._send)
 
     def __exit__(self, *exception: Any) -> bool | None:
@@ -199,6 +203,11 @@ class GatheredParameters:
             yield nursery.gathered(params, write=self._modifier is not None)
         for _, params in sessions.values():
             yield gathered(params, write=self._modifier is not None)
+
+    @staticmethod
+    def _look(watch: Watch, *exception: Any) -> None:
+        if exception[0] is None:
+            watch.end()
 
     def _send(self, *exception: Any) -> None:
         """Bring the values of the modifying rank to rank 0, whose values are kept."""

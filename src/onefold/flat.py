@@ -1,0 +1,116 @@
+"""Owns a flat buffer with its parameters: their compute weights, and what training keeps beside them."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from onefold.buffer import Buffer, Master
+from onefold.gradients import Gradients
+from onefold.layout import Layout, Piece
+from onefold.streams import Lanes, Ticket
+from onefold.tier import Storehouse
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """What a flat buffer has only if its parameters are trained."""
+
+    master: Master
+    gradients: Gradients
+    numel: int
+    """Elements this rank updates."""
+    rest: Storehouse
+    """Where optimizer state rests."""
+    weight: Tensor
+    """The compute weights as the update writes them: the flat's `weight`, or a twin of it where the update runs."""
+    has_twin: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element of what keeps the weights exact, and of the twin."""
+        return self.master.itemsize + (self.weight.element_size() if self.has_twin else 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Flat:
+    """Parameters of one unit with one dtype, all trained or all frozen, in one flat buffer."""
+
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    buffer: Buffer
+    weight: Tensor
+    """The compute weights this rank keeps: its shard, a view of its range, or the whole buffer."""
+    start: int
+    """Index in the flat buffer of the first of them."""
+    trained: Trained | None
+    rest: Storehouse
+    """Where `weight` rests."""
+    version: int = 0
+    """Updates so far."""
+    arrival: Ticket = field(default_factory=Ticket)
+    """When the latest copy of weights to the device is done: before, nobody reads there, nor writes where they rest."""
+    checksum: Tensor | None = None
+    """Of `weight` (0-dim, int64) when the twin last held the same."""
+    current: Ticket = field(default_factory=Ticket)
+    """When `weight` has the values of the latest update."""
+    update: Ticket = field(default_factory=Ticket)
+    """When the latest update is done, see [Note: The gated step]."""
+    published: Ticket | None = None
+    """When `weight` has what was updated, until that is sent; see [Note: Who launches collectives]."""
+    late: Ticket | None = None
+    """When an update is done whose weights nobody has seen yet, see [Note: The delayed update]."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.buffer.layout
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts of parameters that `weight` holds; they are those that this rank updates."""
+        return self.layout.pieces_between(self.start, self.start + self.weight.numel())
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether updates write a twin of `weight`, so that one can be made while the weights before it are in use."""
+        return self.trained is not None and self.trained.has_twin
+
+    def publish(self, lanes: Lanes, after: Ticket) -> Ticket:
+        """After an update: bring the twin's values to `weight`, once `after` is done."""
+        if self.trained is None or not self.has_twin:
+            return after
+        self.arrival = self.trained.rest.deliver(self.trained.weight, self.weight, after)
+
+        def watch() -> None:
+            self.checksum = _checksum(self.weight)
+
+        return lanes.up.run(watch, keep=[self.weight])
+
+    def finish_update(self) -> None:
+        """Wait for the update that is under way; its exception is raised here."""
+        self.update.wait()
+
+    @property
+    def is_updating(self) -> bool:
+        return self.update.is_pending and self.update.is_done is not None and not self.update.is_done()
+
+    def written_since(self) -> Tensor | None:
+        """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin."""
+        return None if self.checksum is None else self.checksum != _checksum(self.weight)
+
+    def take_written(self) -> None:
+        """Let the twin, and the exact weights behind it, have what was written into `weight`."""
+        if self.trained is not None and self.has_twin:
+            self.trained.rest.store(self.trained.weight, self.weight).wait_on_host()
+            self.trained.master.store(self.trained.master.load())
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps."""
+        shared = self.weight.untyped_storage()._cdata == self.buffer.storage_id
+        return self.buffer.nbytes if shared else self.weight.nbytes
+
+
+def _checksum(weight: Tensor) -> Tensor:
+    """A number that changes when any bits of `weight` do, but for unlikely coincidences; on its device."""
+    return weight.view(torch.int64).sum()  # a shard is a multiple of 32 bytes
