@@ -82,8 +82,8 @@ class _Export:
             files = understood(where, lambda: reader.shared["files"])
         if files is None:
             raise CheckpointError(
-                f"{reader.directory} holds adapters, no frozen weights, or state that files of weights cannot hold: load "
-                "it into its model and export that"
+                f"{reader.directory} holds adapters, no frozen weights, or state that files of weights cannot hold: "
+                "load it into its model and export that"
             )
         with _damage():
             self._entries: list[Entry] = understood(where, self._found)
