@@ -2,11 +2,13 @@
 file and reason, and the checkpoint before it is still there and whole."""
 
 import os
+from datetime import timedelta
 
 import pytest
 
 from checkpoint_faults import Fault, SmallRun, after, same
 from onefold.checkpoint.files import Files
+from onefold.conversation import Line
 from onefold.errors import CheckpointError
 from onefold.testing import RankError, RankPool
 
@@ -206,16 +208,33 @@ def load_latest(rank, num_ranks, directory):
     return run.step, same_state, hidden(directory)
 
 
-def test_a_rank_that_is_lost_is_an_error_on_the_others(ranks, tmp_path):
-    with RankPool(2, grace_s=240) as pool, pytest.raises((RankError, CheckpointError)) as caught:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_is_lost_is_an_error_on_the_others(ranks, tmp_path, num_ranks):
+    with RankPool(num_ranks, grace_s=240) as pool, pytest.raises((RankError, CheckpointError)) as caught:
         pool.run(end_in_a_write, tmp_path)
     notes = "\n".join(caught.value.__notes__)
     assert "still running" not in notes
-    assert "the checkpoint 'step-3' was not written" in notes
+    assert {f"--- rank {rank} of {num_ranks}" for rank in range(num_ranks)} <= set(notes.splitlines())
+    assert notes.count("the checkpoint 'step-3' was not written") >= num_ranks - 1
+    assert "rank 1 is gone" in notes
     for step, is_right, left in ranks(2).run(load_latest, tmp_path):
         assert step == 3
         assert is_right
         assert not left
+
+
+def wait_in_vain(rank, num_ranks):
+    """What a rank says that is to be connected with others, one of which is gone."""
+    if rank == 1:
+        return ""
+    with pytest.raises(CheckpointError) as caught:
+        Line(rank, num_ranks, "a test", timedelta(seconds=1))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_before_the_first_save_is_an_error_on_the_others(ranks):
+    told, _ = ranks(2).run(wait_in_vain)
+    assert "rank 0 could not be connected with all 2 ranks within 0:00:01, to save" in told
 
 
 def read_with(rank, num_ranks, directory, failing, name):

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold.errors import CheckpointError
+
+_MEETING = timedelta(minutes=5)
+"""How much later than another one rank may come to be connected; that one is gone shows in nothing else."""
 _PATIENCE = timedelta(hours=2)
 """How much longer one rank may write than another; one that is gone is noticed at once."""
 
@@ -36,7 +40,15 @@ class Conversation:
         if self.rank:
             self._send(value, 0)
             return []
-        return [value, *(self._receive(rank) for rank in range(1, self.num_ranks))]
+        values, gone = [value], dict[int, RuntimeError]()
+        for rank in range(1, self.num_ranks):
+            try:
+                values.append(self._receive(rank))
+            except RuntimeError as error:  # the others are heard all the same: until then they listen to nobody
+                gone[rank] = error
+        for rank, lost in gone.items():
+            raise RuntimeError(f"rank {rank} is gone ({lost})") from lost
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value.
@@ -54,13 +66,13 @@ class Conversation:
     def _send(self, value: Any, rank: int) -> None:
         data = bytearray(pickle.dumps(value))
         for sent in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(data, dtype=torch.uint8)):
-            self._group.send([sent], rank, self._tag).wait()
+            self._group.send([sent], rank, self._tag).wait(_PATIENCE)
 
     def _receive(self, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._group.recv([size], rank, self._tag).wait()
+        self._group.recv([size], rank, self._tag).wait(_PATIENCE)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self._group.recv([data], rank, self._tag).wait()
+        self._group.recv([data], rank, self._tag).wait(_PATIENCE)
         return pickle.loads(data.numpy().tobytes())
 
 
@@ -69,13 +81,21 @@ class Line:
 
     Args:
         name: by which they find each other: equal on all ranks, and never used before.
+        meeting: how long to wait for the others.
+    Raises:
+        CheckpointError: a rank did not come.
     """
 
-    def __init__(self, rank: int, num_ranks: int, name: str) -> None:
+    def __init__(self, rank: int, num_ranks: int, name: str, meeting: timedelta = _MEETING) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
         store = dist.distributed_c10d.PrefixStore(f"onefold-{name}", dist.distributed_c10d._get_default_store())
-        self._group = dist.ProcessGroupGloo(store, rank, num_ranks, _PATIENCE)
+        try:
+            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, meeting)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {rank} could not be connected with all {num_ranks} ranks within {meeting}, to save: {error}"
+            ) from error
         self._tags = count()
 
     def next_tag(self) -> int:
