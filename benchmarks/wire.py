@@ -1,12 +1,14 @@
 """Times how shards are gathered and gradients reduced between the GPUs of one machine, alone and beside computation.
 
-    torchrun --nproc-per-node 4 benchmarks/wire.py [--numel 202_383_360] [--repeats 20] [--json FILE]
+    torchrun --nproc-per-node 4 benchmarks/wire.py [--numel 202_383_360] [--repeats 20] [--ctas 4 8] [--json FILE]
 
 A unit has --numel bf16 elements over all ranks: a block of a 6.74B Llama unless told otherwise. Rows:
 
 - gather, collective: NCCL's all-gather into the unit's buffer; gather, copies: what `shard(gather="copy")` does;
 - reduce, collective: NCCL's reduce-scatter; reduce, pull and sum: every rank copies its part of all others' gradients
-  from memory that all of them see, and sums them in rank order in fp32. It meets the others before and after.
+  from memory that all of them see, and sums them in rank order in fp32. It meets the others before and after;
+- reduce, 4 CTAs (with --ctas 4, on GPUs): NCCL's on no more than so many blocks of threads, for slower traffic that
+  leaves more of the processors to the computation.
 
 "beside" is the time of matrix products that take about four times as long as the first row, with that traffic next to
 them; "cost" is what it adds to the time of the same products without any: what training pays. Bytes a second count what
@@ -17,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -62,7 +64,15 @@ class PullSum:
             finish()
 
 
-def rows_of(numel: int, device: torch.device) -> dict[str, tuple[str, Transfer]]:
+def on_few(ctas: int, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
+    """NCCL's reduce-scatter on at most so many blocks of threads."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    group = dist.new_group(backend="nccl", pg_options=options)
+    return partial(dist.reduce_scatter_tensor, shard, whole, dist.ReduceOp.AVG, group)
+
+
+def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, tuple[str, Transfer]]:
     """Each row's lane and what runs there."""
     comm = connect(device)
     copying = PeerComm(comm, pool_of(comm, device))
@@ -73,6 +83,7 @@ def rows_of(numel: int, device: torch.device) -> dict[str, tuple[str, Transfer]]
         "gather, copies": ("gather", partial(copying.all_gather, whole, exposed)),
         "reduce, collective": ("reduce", partial(comm.reduce_scatter, rest, whole)),
         "reduce, pull and sum": ("reduce", PullSum(comm, pool_of(comm, device), numel, device)),
+        **{f"reduce, {number} CTAs": ("reduce", on_few(number, rest, whole)) for number in ctas},
     }
 
 
@@ -117,8 +128,8 @@ class Bench:
         ticket.wait()
 
 
-def measure(numel: int, repeats: int, device: torch.device) -> list[dict[str, float | str]]:
-    bench, rows = Bench(device, repeats), rows_of(numel, device)
+def measure(numel: int, repeats: int, device: torch.device, ctas: Sequence[int]) -> list[dict[str, float | str]]:
+    bench, rows = Bench(device, repeats), rows_of(numel, device, ctas)
     first = bench.seconds(partial(bench.alone, *rows["gather, collective"]))
     one = bench.seconds(partial(bench.products, 10)) / 10
     number = max(1, round(4 * first / one))
@@ -144,12 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=202_383_360)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--ctas", nargs="*", type=int, default=[], help="also reduce on so few; needs GPUs")
     parser.add_argument("--json", help="write the rows here")
     words = parser.parse_args()
     start()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     numel = -(-words.numel // (16 * dist.get_world_size())) * 16 * dist.get_world_size()
-    rows = measure(numel, words.repeats, device)
+    rows = measure(numel, words.repeats, device, words.ctas)
     if dist.get_rank() == 0:
         print(f"{'':24}{'alone ms':>10}{'GB/s':>8}{'beside ms':>11}{'cost ms':>9}")
         for row in rows:
