@@ -25,8 +25,8 @@ from onefold.worker import Worker
 _MOST_LEAVING = 3
 """Copies to the host that may be under way at once, each of one unit's gradients."""
 
-
 _TOUCHED_AT_ONCE = 2**26
+"""Elements that a thread asks the system for."""
 
 
 class Storehouse(Protocol):
@@ -208,8 +208,9 @@ def pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
     pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to find, to lock and to look up in every update
     window = memoryview(pages)
     tensor = torch.frombuffer(window, dtype=dtype, count=numel)
-    with ThreadPoolExecutor(num_threads) as pool:  # the system finds pages where they are first written
-        list(pool.map(Tensor.zero_, tensor.split(_TOUCHED_AT_ONCE)))
+    stride = mmap.PAGESIZE // dtype.itemsize
+    with ThreadPoolExecutor(num_threads) as pool:  # the system finds pages, full of zeros, as they are first written to
+        list(pool.map(Tensor.zero_, (part[::stride] for part in tensor.split(_TOUCHED_AT_ONCE))))
     runtime = torch.cuda.cudart()
     failed = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if failed:
