@@ -112,7 +112,7 @@ class Gate:
         return map_tensors(args, self._take_in), map_tensors(kwargs, self._take_in)
 
     def outward(self, output: Any) -> Any:
-        return map_tensors(output, self._let_out)
+        return map_tensors(output, _once(self._let_out))
 
     def _take_in(self, tensor: Tensor) -> Tensor:
         if self._dtype is not None and tensor.is_floating_point():
@@ -237,7 +237,20 @@ def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def outside(tensor: Tensor) -> Tensor:
         return change_gradient(tensor, change) if tensor.requires_grad and not tensor.is_leaf else tensor
 
-    return map_tensors(output, outside)
+    return map_tensors(output, _once(outside))
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`change` that gives one result for one tensor, wherever that is returned: what works in place on it at one place
+    is seen at the others, also by autograd."""
+    changed: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return once
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
