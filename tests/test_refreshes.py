@@ -1,5 +1,5 @@
-"""Promise: updated weights are sent to the other ranks in one order, whichever of them are ready where; nobody waits for
-ever and no rank gets another unit's.
+"""Promise: updated weights are sent to the other ranks in one order, whichever of them are ready where: nobody waits
+for ever, and no rank gets another unit's.
 
 Ranks are made to be ready for different updates: the worker of one waits while the other's is done.
 """
