@@ -244,6 +244,8 @@ def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`change` that gives one result for one tensor, wherever that is returned: what works in place on it at one place
     is seen at the others, also by autograd."""
+    if torch.compiler.is_compiling():  # a compiler that traces hooks would compile again for every new function
+        return change
     changed: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
