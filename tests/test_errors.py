@@ -21,7 +21,7 @@ from onefold.errors import (
     ShardError,
 )
 from onefold.plan import NAMED_PLANS
-from ranks import WIDTH, Stack, build, every_plan, one_and_two_ranks, same, weights
+from ranks import WIDTH, Block, Stack, build, every_plan, one_and_two_ranks, same, weights
 
 
 def refused(call, kind=OnefoldError):
@@ -327,6 +327,21 @@ def test_a_parameter_that_thaws_after_shard_is_an_error(ranks, plan):
         assert "frozen when onefold.shard was called" in message
 
 
+class Spare(Block):
+    """A block with a place for a parameter, and nothing in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("spare_weight", None)
+
+
+class Equal(nn.Linear):
+    __hash__ = nn.Linear.__hash__
+
+    def __eq__(self, other):
+        return True
+
+
 MOVES = {
     "to": lambda model: model.to(torch.float64),
     "half": lambda model: model.half(),
@@ -334,6 +349,14 @@ MOVES = {
     "data": lambda model: setattr(model.head.weight, "data", torch.zeros(2, WIDTH)),
     "a part": lambda model: model.blocks[1].to(torch.float64),
     "a module added": lambda model: model.blocks[0].add_module("adapter", nn.Linear(WIDTH, WIDTH)),
+    "a parameter where there was none": lambda model: setattr(
+        model.blocks[0], "spare_weight", nn.Parameter(torch.ones(2))
+    ),
+    "other parameters": lambda model: object.__setattr__(
+        model.head, "_parameters", dict(nn.Linear(WIDTH, 2)._parameters)
+    ),
+    "other modules": lambda model: object.__setattr__(model, "_modules", {**model._modules, "x": nn.Linear(2, 2)}),
+    "a module that equals all others": lambda model: model.blocks[1]._modules.update(up=Equal(WIDTH, 2 * WIDTH)),
     "a module replaced": lambda model: setattr(model, "head", nn.Linear(WIDTH, 2)),
     "replaced": lambda model: setattr(model.head, "weight", nn.Parameter(torch.zeros(2, WIDTH))),
     "assigned": lambda model: model.load_state_dict(build(Stack).state_dict(), assign=True),
@@ -341,7 +364,7 @@ MOVES = {
 
 
 def move(rank, num_ranks, plan, name):
-    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    model = onefold.shard(build(partial(Stack, block=Spare)), NAMED_PLANS[plan])
     optimizer = onefold.SGD(model, lr=0.1)
 
     def step():

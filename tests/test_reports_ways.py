@@ -11,7 +11,7 @@ import onefold
 from onefold import Precision
 from onefold.errors import OnefoldError
 from onefold.plan import NAMED_PLANS
-from ranks import Block, Case, Stack, build, every_plan, same, squared, tensors, thinned, train, weights
+from ranks import Block, Case, Stack, build, every_plan, grads, same, squared, tensors, thinned, train, weights
 
 SCALED = Precision(loss_scale=256.0)
 
@@ -134,3 +134,26 @@ def transformed(rank, num_ranks, plan):
 def test_function_transforms_are_right_or_refused(ranks, plan):
     for message in ranks(2).run(transformed, plan):
         assert message is None or "torch.func" in message
+
+
+class Twice(Stack):
+    """Returns one tensor in two places, and keeps it in a third."""
+
+    def forward(self, x):
+        self.kept = loss = super().forward(x).square().mean()
+        return {"loss": loss, "parts": (loss,)}
+
+
+def changed_in_one_place(rank, num_ranks, plan, precision):
+    model, plain = sharded(plan, Twice, precision=precision), build(Twice)
+    for each in (model, plain):
+        output = each(torch.linspace(-1, 1, 12).view(3, 4))
+        output["loss"] *= 3
+        (output["parts"][0].square() + each.kept).backward()
+    same(grads(model), {name: param.grad for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
+@pytest.mark.parametrize("plan", ["zero_2", "zero_3"])
+def test_a_tensor_that_is_returned_twice_stays_one(ranks, plan, precision):
+    ranks(2).run(changed_in_one_place, plan, precision)

@@ -18,7 +18,6 @@ from onefold.gradients import AwayKeep, Gradients, Keep, PartKeep, ReplicatedKee
 from onefold.layout import Layout
 from onefold.mix import UnitBytes
 from onefold.plan import Plan, Tier
-from onefold.refreshes import Refreshes
 from onefold.streams import Lanes
 from onefold.tier import Storehouse
 from onefold.unit import KeptUnit, PartUnit, Unit
@@ -114,7 +113,6 @@ class Builder:
         self._comm = comm
         self._lanes = lanes
         self._houses = houses
-        self._refreshes = Refreshes()
 
     def build(self, spec: UnitSpec, index: int, plan: Plan, is_kept: bool) -> Unit:
         """Move the parameters of one unit to where its single-tier plan says. Rank 0's values are everyone's.
@@ -123,7 +121,7 @@ class Builder:
         """
         rest = Rest(plan, self._houses, is_kept)
         flats = [self._build_flat(kind, members, rest) for kind, members in self._formats.flats(spec)]
-        unit = rest.unit_type(spec.name, index, flats, self._comm, self._lanes, self._refreshes)
+        unit = rest.unit_type(spec.name, index, flats, self._comm, self._lanes)
         unit.release()
         unit.try_free()
         return unit

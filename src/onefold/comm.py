@@ -29,6 +29,7 @@ from torch import Tensor
 
 from onefold.conversation import Conversation, Line
 from onefold.errors import OrderMismatchError, ShardError
+from onefold.refreshes import Refreshes
 from onefold.streams import Finish, Pending, Ticket
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,6 +53,8 @@ class Comm(Protocol):
     """The ranks that hold one shard each with this one, by shard."""
     peer_group: Any
     """Their process group for gathers; None where there is nobody else."""
+    refreshes: Refreshes
+    """What `refresh` will be called for: models over the same ranks share a group, and so one order."""
 
     def expose(self, shard: Tensor) -> Tensor:
         """Where the values of `shard`, which rests on the device, should rest to be gathered from; all ranks call it.
@@ -71,7 +74,7 @@ class Comm(Protocol):
         ...
 
     def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        """As `all_gather`, of updated weights; on a group of its own, since another thread may call it meanwhile."""
+        """As `all_gather`, on a group of its own, for `refreshes`: ranks come to it at points of their own."""
         ...
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
@@ -131,6 +134,9 @@ class LocalComm(CollectiveComm):
     num_ranks = num_shards = num_replicas = 1
     peers: tuple[int, ...] = (0,)
     peer_group = None
+
+    def __init__(self) -> None:
+        self.refreshes = Refreshes()
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         if whole.data_ptr() != shard.data_ptr():
@@ -211,7 +217,7 @@ def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[s
                 for ranks in families
             ][mine]
             for plane in planes
-        }
+        } | {"order": Refreshes()}
     return made[families, backend, planes]
 
 
@@ -228,14 +234,14 @@ class _GroupComm(CollectiveComm):
     num_replicas = 1
 
     def __init__(self, families: Families, planes: tuple[str, ...] = PLANES) -> None:
-        self._families = families
-        self._planes = _groups(families, self.backend, planes)
+        self._families, self._planes = families, _groups(families, self.backend, planes)
         group = self._planes[planes[0]]
         self._root = dist.get_global_rank(group, 0)
         self.rank = self.shard = dist.get_rank(group)
         self.num_ranks = self.num_shards = dist.get_world_size(group)
         self.peers = tuple(range(self.num_ranks))
         self.peer_group = group
+        self.refreshes: Refreshes = self._planes["order"]
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self._gather(whole, shard, self._planes["data"])
@@ -275,10 +281,10 @@ class _GroupComm(CollectiveComm):
         return self._planes["control"]
 
     def conversation(self) -> Conversation:
-        made, key = _made[dist.group.WORLD], (self._families, "line", ())
-        if key not in made:
-            made[key] = {"line": Line(self.rank, self.num_ranks, self.exchange_objects(secrets.token_hex(8))[0])}
-        line: Line = made[key]["line"]
+        made = _made[dist.group.WORLD].setdefault((self._families, "line", ()), {})
+        if not made:
+            made["line"] = Line(self.rank, self.num_ranks, self.exchange_objects(secrets.token_hex(8))[0])
+        line: Line = made["line"]
         return line.open(self.exchange_objects(line.next_tag())[0])
 
 
@@ -288,7 +294,8 @@ class GlooComm(_GroupComm):
     backend = "gloo"
 
     def _gather(self, whole: Tensor, shard: Tensor, group: Any) -> Finish | None:
-        return _pending(_all_gather(_as_bytes(whole), _as_bytes(shard), group=group, async_op=True))
+        work = _all_gather(_as_bytes(whole), _as_bytes(shard), group=group, async_op=True)
+        return Pending(work.wait, work.is_completed)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
         parts = torch.empty_like(whole)
@@ -335,13 +342,6 @@ class NcclComm(_GroupComm):
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, 1-D: what is only moved may have any dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _pending(work: Any) -> Pending:
-    def finish() -> None:
-        work.wait()
-
-    return Pending(finish, work.is_completed)
 
 
 def start() -> None:

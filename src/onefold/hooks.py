@@ -52,8 +52,7 @@ class ModuleHooks:
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._runtime.leave(module)
         if self._runtime.is_outermost and not in_backward() and torch.is_grad_enabled():
-            self._gate.let_out_attributes(module)
-            return self._gate.outward(output)
+            return self._gate.outward(module, output)
         return None
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -84,22 +83,22 @@ class Gate:
         self._left: list[tuple[Any, Any, Tensor, Tensor]] = []
         """Container, key, and the tensor there inside and outside of forwards."""
 
-    def let_out_attributes(self, model: nn.Module) -> None:
+    def _let_out_attributes(self, model: nn.Module, let_out: Callable[[Tensor], Tensor]) -> None:
         if self._scale.scale == 1:
             return
         for module in model.modules():
             for name in vars(module).keys() - _TORCHS_OWN:
-                self._let_out_of(vars(module), name)
+                self._let_out_of(vars(module), name, let_out)
 
-    def _let_out_of(self, container: Any, key: Any) -> None:
+    def _let_out_of(self, container: Any, key: Any, let_out: Callable[[Tensor], Tensor]) -> None:
         value = container[key]
         if isinstance(value, Tensor):
             if value.grad_fn is not None:
-                container[key] = self._let_out(value)
+                container[key] = let_out(value)
                 self._left.append((container, key, value, container[key]))
         elif isinstance(value, (list, dict)):
             for inner in list(value) if isinstance(value, dict) else range(len(value)):
-                self._let_out_of(value, inner)
+                self._let_out_of(value, inner, let_out)
 
     def take_back(self) -> None:
         left, self._left = self._left, []
@@ -111,8 +110,10 @@ class Gate:
     def inward(self, args: Any, kwargs: Any) -> Any:
         return map_tensors(args, self._take_in), map_tensors(kwargs, self._take_in)
 
-    def outward(self, output: Any) -> Any:
-        return map_tensors(output, self._let_out)
+    def outward(self, model: nn.Module, output: Any) -> Any:
+        let_out = _once(self._let_out)
+        self._let_out_attributes(model, let_out)
+        return map_tensors(output, let_out)
 
     def _take_in(self, tensor: Tensor) -> Tensor:
         if self._dtype is not None and tensor.is_floating_point():
@@ -237,7 +238,22 @@ def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def outside(tensor: Tensor) -> Tensor:
         return change_gradient(tensor, change) if tensor.requires_grad and not tensor.is_leaf else tensor
 
-    return map_tensors(output, outside)
+    return map_tensors(output, _once(outside))
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`change` that gives one result for one tensor, wherever that is returned: what works in place on it at one place
+    is seen at the others, also by autograd."""
+    if torch.compiler.is_compiling():  # a compiler that traces hooks would compile again for every new function
+        return change
+    changed: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return once
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

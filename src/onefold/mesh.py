@@ -43,7 +43,7 @@ class GridComm(OverComm[Comm]):
         self.replica, self.num_replicas = replicas.rank, replicas.num_ranks
         places = [tuple(place) for place in everyone.exchange([self.replica, self.shard])]
         self.peers = tuple(places.index((self.replica, shard)) for shard in range(self.num_shards))
-        self.peer_group = shards.peer_group
+        self.peer_group, self.refreshes = shards.peer_group, shards.refreshes
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self._shards.all_gather(whole, shard)

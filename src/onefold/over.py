@@ -21,6 +21,7 @@ class OverComm(Generic[Inner]):
         self.shard, self.num_shards = inner.shard, inner.num_shards
         self.replica, self.num_replicas = inner.replica, inner.num_replicas
         self.peers, self.peer_group = inner.peers, inner.peer_group
+        self.refreshes = inner.refreshes
 
     def expose(self, shard: Tensor) -> Tensor:
         return self.inner.expose(shard)

@@ -142,6 +142,7 @@ def _open_session(
 ) -> Session:
     lanes, precision, plan = lanes_for(device), formats.precision, places.plan
     houses = storehouses(plan, device, lanes, cores)
+    comm.refreshes.finish_all()  # those of models that are gone hold their memory
     builder = Builder(formats, device, comm, lanes, houses)
     built = _build(model, specs, places, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]

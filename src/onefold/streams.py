@@ -95,10 +95,15 @@ class Ticket:
         return Ticket(self._finish, (), self.is_done, self._finish_on_host)
 
     def wait(self) -> None:
-        """Order the current stream (on CPU: the caller) after the work, then let go of what was kept alive."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        """Order the current stream (on CPU: the caller) after the work, then let go of what was kept alive. An error is
+        raised once; after a KeyboardInterrupt the work is still to be waited for."""
+        if self._finish is not None:
+            try:
+                self._finish()
+            except Exception:
+                self._finish = None
+                raise
+            self._finish = None
         self._keep = ()
 
     def wait_on_host(self) -> None:

@@ -15,15 +15,17 @@ from functools import partial
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.comm import Comm
 from onefold.flat import Flat, Trained
 from onefold.labels import label
 from onefold.plan import Tier
-from onefold.refreshes import Refresh, Refreshes
+from onefold.refreshes import Refresh
 from onefold.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
-from onefold.streams import Lanes, Ticket
+from onefold.streams import Finish, Lanes, Ticket
+
+Gather = Callable[[Tensor, Tensor], Finish | None]
 
 
 class Use:
@@ -38,9 +40,7 @@ class Use:
 class Unit:
     """One unit whose parameters rest whole: always gathered. `PartUnit` is the partitioned kind."""
 
-    def __init__(
-        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, refreshes: Refreshes
-    ) -> None:
+    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
         self.name = name
         self.index = index
         self.flats = tuple(flats)
@@ -57,7 +57,7 @@ class Unit:
         self.open_uses: set[Use] = set()
         self._comm = comm
         self._lanes = lanes
-        self._refreshes = refreshes
+        self._refreshes = comm.refreshes
         self._tickets: list[Ticket] = []
         self._params = [param for flat in self.flats for param in flat.params]
         self._classes = [type(param) for param in self._params]
@@ -130,8 +130,7 @@ class Unit:
             late, flat.late = flat.late, None
             if late is not None:
                 late.wait()
-            self.spread(flat, self._lanes.mark())
-            self._send(flat)
+            self._show_all(flat)
         if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
             self.refresh(caught)
 
@@ -147,8 +146,7 @@ class Unit:
     def show_stored(self, flats: Collection[Flat]) -> None:
         """Bring what was stored into `flats` between steps to wherever it is read; returns when it is there."""
         for flat in flats:
-            self.spread(flat, self._lanes.mark())
-            self._send(flat)
+            self._show_all(flat)
         self.refresh(flats)
         self.finish_update()
         self.wait_tickets()
@@ -162,28 +160,26 @@ class Unit:
         """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
         flat.published = flat.publish(self._lanes, after)
 
+    def _show_all(self, flat: Flat) -> None:
+        """Bring values that are where updates run to all ranks. They call it at the same point."""
+        self.spread(flat, self._lanes.mark())
+        self._send(flat, self._comm.all_gather)
+
     def _queue(self, flat: Flat) -> None:
         """Send an update that was started: now, if it is done. See [Note: Who launches collectives]."""
-        if not flat.update.is_pending:
-            self._send(flat)
-            return
-        self._refreshes.add(
-            Refresh(
-                owner=self,
-                update=flat.update,
-                is_ready=lambda: flat.published is not None,
-                send=partial(self._send, flat),
+        if flat.update.is_pending:
+            self._refreshes.add(
+                Refresh(owner=self, update=flat.update.copy(), send=partial(self._send, flat, self._comm.refresh))
             )
-        )
+        else:
+            self._send(flat, self._comm.all_gather)
 
-    def _send(self, flat: Flat) -> None:
-        """Bring what was published to all ranks."""
-        ready, flat.published = flat.published, None
-        if ready is None:
-            return  # its update failed
+    def _send(self, flat: Flat, gather: Gather) -> None:
+        """Bring what was published to all ranks; what was there before, if the update failed: they wait for it."""
+        ready, flat.published = flat.published or self._lanes.mark(), None
         if flat.weight.numel() < flat.layout.numel:
             with label("refresh", self.name):
-                launch = partial(self._comm.refresh, flat.buffer.whole, flat.weight)
+                launch = partial(gather, flat.buffer.whole, flat.weight)
                 ready = self._lanes.gather.run(launch, after=[ready], keep=[flat.buffer.whole, flat.weight])
         self._tickets.append(ready)
 
@@ -212,9 +208,9 @@ class Unit:
 
     def wait_tickets(self) -> None:
         """Order the current stream after every gather that was started."""
-        tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.wait()
+        while self._tickets:
+            self._tickets[0].wait()
+            self._tickets.pop(0)
 
     def is_done(self) -> bool:
         """Whether nothing that autograd saved, and no running forward, needs the parameters any more."""
@@ -224,20 +220,20 @@ class Unit:
 class PartUnit(Unit):
     """One unit whose parameters rest in shards: gathered for use, released after."""
 
-    def __init__(
-        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, refreshes: Refreshes
-    ) -> None:
-        super().__init__(name, index, flats, comm, lanes, refreshes)
+    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
+        super().__init__(name, index, flats, comm, lanes)
         self._versions: list[int] = []
 
     def gather(self) -> None:
-        self.finish_update()
-        with label("gather", self.name):
-            for flat in self.flats:
-                flat.buffer.grow()
-            self._fill()
-        self.is_gathered = True
-        self.is_used = False
+        try:
+            self.finish_update()
+        finally:  # other ranks, where the update did not fail, wait for this one's part
+            with label("gather", self.name):
+                for flat in self.flats:
+                    flat.buffer.grow()
+                self._fill()
+            self.is_gathered = True
+            self.is_used = False
 
     def _fill(self) -> None:
         for flat in self.flats:
@@ -295,7 +291,8 @@ class PartUnit(Unit):
     def _queue(self, flat: Flat) -> None:
         """Other ranks gather it when they need it."""
 
-    _send = _queue
+    def _send(self, flat: Flat, gather: Gather) -> None:
+        """As `_queue`."""
 
     def finish_update(self) -> None:
         for flat in self.flats:
