@@ -66,7 +66,9 @@ def save_checkpoint(
 
 def _check_tag(name: str) -> None:
     if not name or Path(name).name != name or name in (LATEST, _SCRIPT_NAME, "..") or name.startswith("."):
-        raise CheckpointError(f"tag={name!r}: give a name for a directory, without slashes, and not {LATEST!r}")
+        raise CheckpointError(
+            f"tag={name!r}: give a name for a directory, without slashes, and not {LATEST!r} or {_SCRIPT_NAME!r}"
+        )
 
 
 def _put(directory: Path, name: str, beside: Mapping[str, str], rank: int) -> None:
