@@ -6,6 +6,7 @@ think of DeepSpeed is a property of the process, so that neither kind of run rea
 """
 
 import copy
+import gzip
 import json
 import os
 import sys
@@ -136,7 +137,8 @@ def adapted(directory, base):
             found[stage] = trained, plain(input_ids=words).logits
     trainer = trainer_of("resumed", 8, 2)
     trainer.train(resume_from_checkpoint=str(directory / "3" / "checkpoint-2"))
-    saved = json.loads((directory / "3" / "checkpoint-2" / "global_step2" / "checkpoint.json").read_text())
+    written = directory / "3" / "checkpoint-2" / "global_step2" / "checkpoint.json.gz"
+    saved = json.loads(gzip.decompress(written.read_bytes()))
     found["saved"] = list(saved["params"])
     found["resumed"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return found

@@ -1,6 +1,9 @@
 """Promise: `safe_get_*` and `safe_set_*` see and change a parameter's gradient, exact weights and optimizer state as if
 they were whole, wherever they rest; and `zero_to_fp32` reads exact weights out of a checkpoint."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -242,6 +245,18 @@ def test_exact_weights_are_written_for_others(ranks, tmp_path, safe, exclude):
     wanted = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run", None, exclude)
     assert found.keys() - {"head.weight"} == wanted.keys() - {"head.weight"}
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def test_the_script_in_a_checkpoints_directory_writes_exact_weights_or_says_why_not(ranks, tmp_path):
+    ranks(1).run(write, str(tmp_path))
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--tag"]
+    subprocess.run([*command, "global_step1"], check=True, cwd=tmp_path)
+    wanted = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    ended = subprocess.run([*command, "other"], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "zero_to_fp32.py: error: there is no checkpoint other\n")
 
 
 def test_what_is_no_checkpoint_of_ours_is_refused(tmp_path):

@@ -1,4 +1,5 @@
-"""Owns an engine's checkpoints: Onefold's, in DeepSpeed's shape of a directory: `DIRECTORY/TAG`, and a file `latest`.
+"""Owns an engine's checkpoints: Onefold's, in DeepSpeed's shape of a directory: `DIRECTORY/TAG`, a file `latest`, and a
+script that makes exact weights of it.
 
 [Note: What latest names is whole]
 The checkpoint is in its place, and on the disk, before `latest` is replaced, in one step, by a file that names it. A
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 from onefold.agree import together
 from onefold.checkpoint import load, save
 from onefold.deepspeed.queries import Queries
+from onefold.deepspeed.utils.zero_to_fp32 import SCRIPT
 from onefold.errors import CheckpointError, EngineError, WeightsError
 from onefold.export import full_state_dict
 from onefold.optimizer import Optimizer
 from onefold.session import session_of
 
 LATEST = "latest"
+_SCRIPT_NAME = "zero_to_fp32.py"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _log = logging.getLogger("onefold")
 
@@ -56,36 +59,40 @@ def save_checkpoint(
         frozen=frozen,
         progress=False,
     ).wait()
-    if save_latest:
-        together(session.comm, lambda: _name(directory, name, session.comm.rank), CheckpointError, "could not save")
+    beside = {_SCRIPT_NAME: SCRIPT} | ({LATEST: name} if save_latest else {})
+    together(session.comm, lambda: _put(directory, name, beside, session.comm.rank), CheckpointError, "could not save")
     return True
 
 
 def _check_tag(name: str) -> None:
-    if not name or Path(name).name != name or name in (LATEST, "..") or name.startswith("."):
-        raise CheckpointError(f"tag={name!r}: give a name for a directory, without slashes, and not {LATEST!r}")
+    if not name or Path(name).name != name or name in (LATEST, _SCRIPT_NAME, "..") or name.startswith("."):
+        raise CheckpointError(
+            f"tag={name!r}: give a name for a directory, without slashes, and not {LATEST!r} or {_SCRIPT_NAME!r}"
+        )
 
 
-def _name(directory: Path, name: str, rank: int) -> None:
-    """Let `latest` name a checkpoint. See [Note: What latest names is whole]."""
+def _put(directory: Path, name: str, beside: Mapping[str, str], rank: int) -> None:
+    """Write the files that lie beside checkpoints. See [Note: What latest names is whole]."""
     if rank:
         return
-    fresh = directory / f".{LATEST}.partial"
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(name)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(directory / LATEST)
-        opened = os.open(directory, os.O_RDONLY)
+    for file_name, text in beside.items():
+        path = directory / file_name
+        fresh = directory / f".{file_name}.partial"
         try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory / name} is saved, but {directory / LATEST} cannot be written: {error.strerror or error}"
-        ) from error
+            with fresh.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+            opened = os.open(directory, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory / name} is saved, but {path} cannot be written: {error.strerror or error}"
+            ) from error
 
 
 def load_checkpoint(

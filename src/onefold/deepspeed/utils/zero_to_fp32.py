@@ -1,10 +1,12 @@
 """Owns DeepSpeed's `zero_to_fp32`, for what `engine.save_checkpoint` writes: exact weights from a checkpoint, without
 its model.
 
-A directory holds one checkpoint under each tag, and the file `latest` with the tag of the newest.
+A directory holds one checkpoint under each tag, the file `latest` with the tag of the newest, and `SCRIPT`.
 """
 
-from collections.abc import Mapping
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,8 +16,22 @@ from torch import Tensor, nn
 from onefold.checkpoint.codec import dtype_of
 from onefold.checkpoint.storage import Reader
 from onefold.deepspeed.values import as_number
-from onefold.errors import CheckpointError, ConfigError
+from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.export import export
+
+SCRIPT = '''"""Exact weights of a checkpoint in this directory, by onefold: python zero_to_fp32.py . OUT [--tag TAG]"""
+
+from onefold.deepspeed.utils.zero_to_fp32 import (  # noqa: F401
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    main,
+)
+
+if __name__ == "__main__":
+    main()
+'''
+"""What `engine.save_checkpoint` leaves beside `latest`, as `zero_to_fp32.py`."""
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -137,3 +153,30 @@ def _bytes(size: "str | int") -> int:
     if number is None or not unit:
         raise ConfigError(f"max_shard_size={size!r}: expected a number of bytes, or a text such as '5GB'")
     return int(number * _UNITS[unit])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`zero_to_fp32.py` as a command, with DeepSpeed's options. What is wrong is one line on stderr, and exit code 2.
+
+    Args:
+        arguments: None takes those of the process.
+    """
+    parser = ArgumentParser(prog="zero_to_fp32.py", description="Write the exact weights in a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="what engine.save_checkpoint was given")
+    parser.add_argument("output_dir", help="where pytorch_model.bin, or safetensors, go")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file of safetensors")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", default=None, help="else the one that the file latest names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="taken; there is nothing more to tell")
+    given = vars(parser.parse_args(arguments))
+    del given["debug"]
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except OnefoldError as error:
+        parser.exit(2, f"zero_to_fp32.py: error: {error}\n")
+    print(f"{given['output_dir']}: the weights of {given['checkpoint_dir']}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
