@@ -4,6 +4,7 @@ for ever, and no rank gets another unit's.
 Ranks are made to be ready for different updates: the worker of one waits while the other's is done.
 """
 
+import contextlib
 import gc
 import threading
 
@@ -118,12 +119,12 @@ def test_an_update_that_fails_on_one_rank_is_raised_there_and_keeps_no_other_wai
     assert num_failed[1] == 0
 
 
-def alone(rank, num_ranks, plan):
-    """What rank 0 computes and reads by itself after a step."""
+def alone(rank, num_ranks, plan, is_gathered):
+    """What rank 0 computes and reads by itself after a step, while the others wait for it."""
     model, optimizer = made(0, plan)
     trained(rank, model, optimizer, [0, 1])
     found = {}
-    with onefold.gathered(model):
+    with onefold.gathered(model) if is_gathered else contextlib.nullcontext():
         if rank == 0:
             with torch.no_grad():
                 found = {"output": model(torch.ones(3, 4))} | {k: v.clone() for k, v in model.state_dict().items()}
@@ -132,13 +133,19 @@ def alone(rank, num_ranks, plan):
     return found
 
 
-def alone_compared(rank, num_ranks, plan):
-    same(alone(rank, num_ranks, plan), alone(rank, num_ranks, onefold.ZERO_0), 0)
+def alone_compared(rank, num_ranks, plan, is_gathered):
+    same(alone(rank, num_ranks, plan, is_gathered), alone(rank, num_ranks, onefold.ZERO_0, is_gathered), 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@every_plan
+def test_one_rank_alone_may_evaluate_and_save(ranks, plan, num_ranks):
+    ranks(num_ranks).run(alone_compared, PLANS[plan], False, timeout_s=60)
 
 
 @pytest.mark.parametrize("plan", [*PLANS.values(), onefold.OFFLOAD_3], ids=str)
 def test_one_rank_alone_may_evaluate_and_save_inside_gathered(ranks, plan):
-    ranks(2).run(alone_compared, plan, timeout_s=60)
+    ranks(2).run(alone_compared, plan, True, timeout_s=60)
 
 
 def interrupted_once(log):
@@ -165,7 +172,7 @@ def test_a_ticket_whose_wait_was_interrupted_is_still_to_be_waited_for():
 
 def test_an_update_whose_wait_was_interrupted_is_sent_in_its_turn():
     log, sent = [], []
-    refreshes = Refreshes()
+    refreshes = Refreshes(lambda: True)
     for owner, update in (("first", Ticket(interrupted_once(log))), ("second", Ticket())):
         refreshes.add(Refresh(owner=owner, update=update, send=lambda owner=owner: sent.append(owner)))
     with pytest.raises(KeyboardInterrupt):

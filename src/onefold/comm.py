@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,7 @@ class LocalComm(CollectiveComm):
     peer_group = None
 
     def __init__(self) -> None:
-        self.refreshes = Refreshes()
+        self.refreshes = Refreshes(lambda: True)
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         if whole.data_ptr() != shard.data_ptr():
@@ -204,8 +204,8 @@ def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[s
         mine = next((place for place, ranks in enumerate(families) if me in ranks), None)
         if mine is None:
             raise ShardError(f"this is rank {me}, and mesh holds ranks {families}: shard only on ranks of the mesh")
-        # torch tells groups apart by how many were made before, which is the same on all ranks if all make all of them.
-        # Other families that are not known here may be making theirs now: then it has to go by their ranks as well.
+        # torch tells groups apart by their number, equal on all ranks if all make all; or else by their ranks as well.
+        world = ref(dist.group.WORLD)
         is_partial = sum(map(len, families)) < dist.get_world_size()
         made[families, backend, planes] = {
             plane: [
@@ -217,7 +217,7 @@ def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[s
                 for ranks in families
             ][mine]
             for plane in planes
-        } | {"order": Refreshes()}
+        } | {"order": Refreshes(lambda: dist.is_initialized() and dist.group.WORLD is world())}
     return made[families, backend, planes]
 
 

@@ -1,22 +1,32 @@
 """Owns the order in which updated weights are sent to the other ranks, where updates run beside the computation.
 
 [Note: Who launches collectives]
-Only the thread that trains. The worker updates this rank's part, and copies it to where it is read from; then the
-thread that trains sends it, at the latest when the unit is needed, and with each unit that is needed whatever else is
-ready. Were the worker to send, one rank could while another has taken torch.distributed down already: a script may end
-right after its last step.
+The thread that trains. The worker updates this rank's part, and copies it to where it is read from; then the thread
+that trains sends it, at the latest when the unit is needed, and with each unit that is needed whatever else is ready.
+Were the worker to send, one rank could while another has taken torch.distributed down already: a script may end right
+after its last step.
+
+Only where that thread does something else for a while does another one send what is ready: this rank may be waiting at
+a barrier for what a rank does alone, an evaluation or a save, which waits for this one's part.
 
 What is ready differs between ranks, so the order must not follow from it: updates are sent in the order in which they
-were started, over all models that share a process group. That of a model which is gone, or which failed on one rank, is
-sent all the same: another rank may have sent its part. The order keeps what it needs of that model until then.
+were started, over all models that share a process group, by whichever thread. That of a model which is gone, or which
+failed on one rank, is sent all the same: another rank may have sent its part. The order keeps what it needs of that
+model until then.
 """
 
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import RLock, Timer
+
+import torch
 
 from onefold.streams import Ticket
+
+_PATIENCE_S = 1.0
+"""How long the thread that trains may leave what is ready unsent: longer than it is away between two units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,31 +41,64 @@ class Refresh:
 
 
 class Refreshes:
-    """Those of one process group that were not sent yet, oldest first."""
+    """Those of one process group that were not sent yet, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        is_up: tells whether the group can still be used.
+    """
+
+    def __init__(self, is_up: Callable[[], bool]) -> None:
+        self._is_up = is_up
         self._waiting: deque[Refresh] = deque()
+        self._lock = RLock()
+        self._timer: Timer | None = None
+        self._num_sent = 0
 
     def add(self, refresh: Refresh) -> None:
         """Send it after those that were added before."""
-        self._waiting.append(refresh)
+        with self._lock:
+            self._waiting.append(refresh)
+            if self._timer is None:
+                self._look_again()
 
     def finish(self, owner: object) -> None:
         """Wait for the updates of `owner` and those before them, and send them."""
-        while any(refresh.owner is owner for refresh in self._waiting):
-            self._send_first()
+        with self._lock:
+            while any(refresh.owner is owner for refresh in self._waiting):
+                self._send_first()
 
     def finish_all(self) -> None:
         """Wait for all updates, and send them."""
-        while self._waiting:
-            self._send_first()
+        with self._lock:
+            while self._waiting:
+                self._send_first()
 
     def send_ready(self) -> None:
         """Send what can be sent without waiting."""
-        while self._waiting and self._waiting[0].update.is_done is not None and self._waiting[0].update.is_done():
-            self._send_first()
+        with self._lock:
+            while self._waiting and self._is_first_ready():
+                self._send_first()
+
+    def _look_again(self) -> None:
+        self._timer = Timer(_PATIENCE_S, self._send_late, [self._num_sent])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _send_late(self, num_sent: int) -> None:
+        """Send what is ready, if nothing was sent since there were `num_sent`; look again while something is left."""
+        with self._lock, torch.no_grad():
+            self._timer = None
+            if self._waiting and num_sent == self._num_sent and self._is_up():
+                self.send_ready()
+            if self._waiting and self._is_up():
+                self._look_again()
+
+    def _is_first_ready(self) -> bool:
+        is_done = self._waiting[0].update.is_done
+        return is_done is not None and is_done()
 
     def _send_first(self) -> None:
         with suppress(Exception):
             self._waiting[0].update.wait()
+        self._num_sent += 1
         self._waiting.popleft().send()
