@@ -56,8 +56,6 @@ class Flat:
     """When `weight` has the values of the latest update."""
     update: Ticket = field(default_factory=Ticket)
     """When the latest update is done, see [Note: The gated step]."""
-    published: Ticket | None = None
-    """When `weight` has what was updated, until that is sent; see [Note: Who launches collectives]."""
     late: Ticket | None = None
     """When an update is done whose weights nobody has seen yet, see [Note: The delayed update]."""
 

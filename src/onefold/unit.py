@@ -158,7 +158,7 @@ class Unit:
 
     def spread(self, flat: Flat, after: Ticket) -> None:
         """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
-        flat.published = flat.publish(self._lanes, after)
+        flat.current = flat.publish(self._lanes, after)
 
     def _show_all(self, flat: Flat) -> None:
         """Bring values that are where updates run to all ranks. They call it at the same point."""
@@ -176,7 +176,7 @@ class Unit:
 
     def _send(self, flat: Flat, gather: Gather) -> None:
         """Bring what was published to all ranks; what was there before, if the update failed: they wait for it."""
-        ready, flat.published = flat.published or self._lanes.mark(), None
+        ready = flat.current
         if flat.weight.numel() < flat.layout.numel:
             with label("refresh", self.name):
                 launch = partial(gather, flat.buffer.whole, flat.weight)
@@ -284,9 +284,6 @@ class PartUnit(Unit):
             self.finish_update()
             self._fill()
             self.wait_tickets()
-
-    def spread(self, flat: Flat, after: Ticket) -> None:
-        flat.current = flat.publish(self._lanes, after)
 
     def _queue(self, flat: Flat) -> None:
         """Other ranks gather it when they need it."""
