@@ -14,7 +14,7 @@ onefold.deepspeed.install()
 import torch.distributed as dist  # noqa: E402  (the switch comes before transformers)
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed  # noqa: E402
 
-from huggingface_data import OFFLOAD, OWN, Words, config, zero  # noqa: E402
+from huggingface_data import OFFLOAD, OWN, USUAL, Words, config, zero  # noqa: E402
 
 CASES = {
     "zero2": (zero(2), {}),
@@ -29,21 +29,7 @@ CASES = {
 
 
 def train(settings, folder, **more):
-    args = TrainingArguments(
-        output_dir=folder,
-        deepspeed=settings,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.02,
-        warmup_steps=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=3,
-        max_steps=4,
-        **more,
-    )
+    args = TrainingArguments(output_dir=folder, deepspeed=settings, **(USUAL | more))
     set_seed(args.seed)
     trainer = Trainer(model=LlamaForCausalLM(config()), args=args, train_dataset=Words(64))
     trainer.train()

@@ -81,6 +81,21 @@ def begin():
     return PartialState(backend="gloo")
 
 
+USUAL = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "learning_rate": 0.02,
+    "warmup_steps": 1,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "seed": 3,
+}
+"""TrainingArguments of every run."""
+
+
 def arguments(directory, settings, **more):
     from transformers import TrainingArguments
 
@@ -89,17 +104,8 @@ def arguments(directory, settings, **more):
         **{
             "output_dir": str(directory),
             "deepspeed": settings,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 4,
-            "learning_rate": 0.02,
+            **USUAL,
             "weight_decay": 0.1,
-            "warmup_steps": 1,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "seed": 3,
             "dataloader_pin_memory": False,
             "accelerator_config": {"use_configured_state": True},
             **more,
