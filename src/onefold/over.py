@@ -26,6 +26,9 @@ class OverComm(Generic[Inner]):
     def expose(self, shard: Tensor) -> Tensor:
         return self.inner.expose(shard)
 
+    def expose_whole(self, whole: Tensor) -> Tensor:
+        return self.inner.expose_whole(whole)
+
     def before_change(self) -> None:
         self.inner.before_change()
 
