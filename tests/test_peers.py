@@ -87,8 +87,8 @@ class Witness:
     def _meets(self):
         self._read.clear()
 
-    def _told(self):
-        self._untold.clear()
+    def _told(self, shard):
+        self._untold.discard(shard.data_ptr())
 
     def _reads(self, whole, shard):
         self._read.add(shard.data_ptr())
@@ -185,7 +185,8 @@ def changed_and_read(rank, num_ranks):
         for shard in shards:
             dawdle(generator)
             shard.fill_(turn * num_ranks + rank)
-        comm.changed()
+        for shard in shards:
+            comm.changed(shard)
         for number in range(len(shards)):
             finish = comm.all_gather(whole, shards[number])
             dawdle(generator)

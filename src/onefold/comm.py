@@ -66,8 +66,8 @@ class Comm(Protocol):
     def before_change(self) -> None:
         """To be called by all ranks before exposed shards change: come back when nobody reads them any more."""
 
-    def changed(self) -> None:
-        """To be called by all ranks after exposed shards changed."""
+    def changed(self, shard: Tensor) -> None:
+        """To be called by all ranks after an exposed shard changed: its gathers are of the new values."""
         ...
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
@@ -126,7 +126,7 @@ class CollectiveComm:
     def before_change(self) -> None:
         pass
 
-    def changed(self) -> None:
+    def changed(self, shard: Tensor) -> None:
         pass
 
 

@@ -32,8 +32,8 @@ class OverComm(Generic[Inner]):
     def before_change(self) -> None:
         self.inner.before_change()
 
-    def changed(self) -> None:
-        self.inner.changed()
+    def changed(self, shard: Tensor) -> None:
+        self.inner.changed(shard)
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self.inner.all_gather(whole, shard)

@@ -5,9 +5,10 @@ they save the way through sockets. The values are those of a collective, bit for
 
 [Note: Who may read whose shard]
 A copy asks nobody, so two rules stand in for the meeting that a collective is. Before a rank changes shards it meets
-all others (`before_change`): whoever was reading them has read them. Before its first gather after that it meets them
-again: everybody has changed theirs. Between two changes gathers need no meeting at all. Only what is updated where it
-rests is exposed: an update beside the computation may be done on one rank and not on another.
+all others (`before_change`): whoever was reading them has read them. The first gather of a shard that changed meets
+them again: everybody has changed theirs. That is a meeting a shard, so that the first ones are gathered while others
+are still being updated. Between two changes gathers need no meeting at all. Only what is updated where it rests is
+exposed: an update beside the computation may be done on one rank and not on another.
 
 Where weights rest whole, a rank's shard is a part of them, and a user may write into them at any time. There every
 gather meets twice, so that once it is done on one rank nobody reads that rank's weights any more.
@@ -128,10 +129,10 @@ class PeerComm(OverComm[Comm]):
         """Every rank's shard, by the address of this rank's."""
         self._parts: set[int] = set()
         """Addresses of those that are parts of whole weights."""
-        self._has_changed = False
-        """Whether shards changed since the ranks last met for a gather."""
-        self._met: Finish | None = None
-        """Waits for that meeting; None where the current stream is ordered after it."""
+        self._changed: set[int] = set()
+        """Addresses of shards that changed since the ranks last met for a gather of them."""
+        self._met: dict[int, Finish | None] = {}
+        """By address, waits for that meeting; None where the gathers' stream is ordered after it."""
 
     @property
     def shared_bytes(self) -> int:
@@ -144,7 +145,7 @@ class PeerComm(OverComm[Comm]):
         own, everyone = self._pool.allocate(shard.numel(), shard.dtype)
         own.copy_(shard)
         self._shards[own.data_ptr()] = everyone
-        self.changed()
+        self.changed(own)
         return own
 
     def expose_whole(self, whole: Tensor) -> Tensor:
@@ -163,21 +164,23 @@ class PeerComm(OverComm[Comm]):
         if finish is not None:
             finish()
 
-    def changed(self) -> None:
-        self._has_changed = True
+    def changed(self, shard: Tensor) -> None:
+        self._changed.add(shard.data_ptr())
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        everyone = self._shards.get(shard.data_ptr())
+        place = shard.data_ptr()
+        everyone = self._shards.get(place)
         if everyone is None:
             return super().all_gather(whole, shard)
-        if shard.data_ptr() in self._parts:
+        if place in self._parts:
             self._meet(_WHOLE)
             _copy(whole, everyone, self.shard)
             self._meet(_WHOLE)
             return None
-        if self._has_changed:
-            self._met, self._has_changed = self._pool.meet(_SHARDS), False
-        copy, met = partial(_copy, whole, everyone, self.shard), self._met
+        if place in self._changed:
+            self._changed.remove(place)
+            self._met[place] = self._pool.meet(_SHARDS)
+        copy, met = partial(_copy, whole, everyone, self.shard), self._met[place]
         if met is None:
             copy()
             return None

@@ -282,8 +282,7 @@ class PartUnit(Unit):
     def refresh(self, flats: Collection[Flat]) -> None:
         for flat in flats:
             flat.version += 1
-        self._lanes.order_gather()
-        self._comm.changed()
+            self._comm.changed(flat.weight)
         if self.is_gathered:  # a `gathered` context shows it
             self.finish_update()
             self._fill()
