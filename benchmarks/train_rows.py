@@ -302,6 +302,7 @@ def launch(num_ranks: int, needs_compiler: bool) -> int:
     threads = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     world = {
         "OMP_NUM_THREADS": threads,
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as `onefold run` has it; for every system
         **os.environ,
         **({"TORCH_EXTENSIONS_DIR": str(extensions())} if needs_compiler else {}),
         "WORLD_SIZE": str(num_ranks),
