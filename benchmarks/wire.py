@@ -7,6 +7,8 @@ A unit has --numel bf16 elements over all ranks: a block of a 6.74B Llama unless
 - gather, collective: NCCL's all-gather into the unit's buffer; gather, copies: what `shard(gather="copy")` does;
 - reduce, collective: NCCL's reduce-scatter; reduce, pull and sum: every rank copies its part of all others' gradients
   from memory that all of them see, and sums them in rank order in fp32. It meets the others before and after;
+- collect, one kernel; collect, copies: nine gradients into a unit's buffer on one GPU, as Onefold does it (there on the
+  computation's stream, here beside it), and by a copy for each;
 - reduce, direct 16 (on 2 or 4 GPUs, with Triton): one kernel on so many blocks of threads reads and sums all parts;
 - with --ctas 4, on GPUs: reduce, 4 CTAs, NCCL's on no more than so many blocks of threads, for slower traffic that
   leaves more of the processors to the computation; and reduce, registered: NCCL's over memory registered with it.
@@ -31,7 +33,7 @@ from onefold.comm import Comm, start
 from onefold.mesh import connect
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
 from onefold.streams import Ticket, lanes_for
-from wire_ways import Direct, PullSum, Transfer, can_be_direct, on_few, registered
+from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, on_few, registered
 from workload import machine, synchronize
 
 WARM_UPS = 3
@@ -51,13 +53,17 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
     copying = PeerComm(comm, pool_of(comm, device))
     rest = torch.ones(numel // comm.num_shards, dtype=torch.bfloat16, device=device)
     is_direct, pool = can_be_direct(comm, device), pool_of(comm, device)
+    whole = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    gradients = [torch.ones_like(part) for part in whole.split(-(-numel // 9))]
     direct = partial(Direct, comm, pool, numel, device)
-    exposed, whole = copying.expose(rest), torch.empty(numel, dtype=torch.bfloat16, device=device)
+    exposed = copying.expose(rest)
     return {
         "gather, collective": ("gather", partial(comm.all_gather, whole, rest)),
         "gather, copies": ("gather", partial(copying.all_gather, whole, exposed)),
         "reduce, collective": ("reduce", partial(comm.reduce_scatter, rest, whole)),
         "reduce, pull and sum": ("reduce", PullSum(comm, pool, numel, device)),
+        "collect, one kernel": ("reduce", partial(torch.cat, gradients, out=whole)),
+        "collect, copies": ("reduce", partial(copy_each, gradients, whole)),
         **{f"reduce, direct {number}": ("reduce", direct(number)) for number in (DIRECT if is_direct else ())},
         **{f"reduce, {number} CTAs": ("reduce", on_few(number, rest, whole)) for number in ctas},
         **({"reduce, registered": ("reduce", registered(comm, numel, device))} if ctas else {}),

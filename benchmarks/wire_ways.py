@@ -1,6 +1,6 @@
-"""Ways to reduce gradients that Onefold does not use, for `wire.py` to time beside the one it does."""
+"""Ways to collect and reduce gradients that Onefold does not use, for `wire.py` to time beside those it does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,12 @@ if triton is not None:
                 four = tl.load(fourth + at, mask=is_inside)
                 mean = (one.to(tl.float32) + two.to(tl.float32) + three.to(tl.float32) + four.to(tl.float32)) / 4
             tl.store(shard + at, mean.to(shard.dtype.element_ty), mask=is_inside)
+
+
+def copy_each(gradients: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+    """Put all gradients into `whole`, one after another."""
+    for gradient, place in zip(gradients, whole.split([len(each) for each in gradients]), strict=True):
+        place.copy_(gradient)
 
 
 def on_few(ctas: int, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
