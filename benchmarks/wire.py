@@ -33,7 +33,7 @@ from onefold.comm import Comm, start
 from onefold.mesh import connect
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
 from onefold.streams import Ticket, lanes_for
-from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, on_few, registered
+from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, on_few, registered
 from workload import machine, synchronize
 
 WARM_UPS = 3
@@ -62,7 +62,7 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
         "gather, copies": ("gather", partial(copying.all_gather, whole, exposed)),
         "reduce, collective": ("reduce", partial(comm.reduce_scatter, rest, whole)),
         "reduce, pull and sum": ("reduce", PullSum(comm, pool, numel, device)),
-        "collect, one kernel": ("reduce", partial(torch.cat, gradients, out=whole)),
+        "collect, one kernel": ("reduce", partial(copy_together, gradients, whole)),
         "collect, copies": ("reduce", partial(copy_each, gradients, whole)),
         **{f"reduce, direct {number}": ("reduce", direct(number)) for number in (DIRECT if is_direct else ())},
         **{f"reduce, {number} CTAs": ("reduce", on_few(number, rest, whole)) for number in ctas},

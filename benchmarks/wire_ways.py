@@ -82,6 +82,11 @@ if triton is not None:
             tl.store(shard + at, mean.to(shard.dtype.element_ty), mask=is_inside)
 
 
+def copy_together(gradients: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+    """Put all gradients into `whole` by one kernel."""
+    torch.cat(list(gradients), out=whole)
+
+
 def copy_each(gradients: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
     """Put all gradients into `whole`, one after another."""
     for gradient, place in zip(gradients, whole.split([len(each) for each in gradients]), strict=True):

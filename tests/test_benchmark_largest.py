@@ -36,9 +36,8 @@ def test_the_largest_that_fits_is_found_and_each_size_tried_once(climb, first, r
 def test_the_program_tells_what_it_tried(tmp_path):
     words = ["--device", "cpu", "--params", "0.004", "--context", "16", "--ranks", "1", "--first", "1", "--most", "1"]
     where = ["--rows", "zero_3:eager", "nothing", "--json", str(tmp_path / "largest.json")]
-    refused = subprocess.run(
-        [sys.executable, BENCHMARKS / "largest.py", *words, *where], capture_output=True, text=True
-    )
+    program = [sys.executable, BENCHMARKS / "largest.py"]
+    refused = subprocess.run([*program, *words, *where], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "the systems are" in refused.stderr
     where.remove("nothing")
