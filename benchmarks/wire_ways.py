@@ -21,15 +21,19 @@ _BLOCK, _WARPS, _MOST_GPUS = 8192, 32, 4
 
 
 class PullSum:
-    """The mean of everyone's gradients for this rank's part, by copies and one local sum."""
+    """The mean of everyone's gradients for this rank's part: copied here, then summed by one kernel where there is
+    Triton, by torch's operations elsewhere."""
 
     def __init__(self, comm: Comm, pool: Pool, numel: int, device: torch.device) -> None:
         self._pool = pool
+        self._is_fused = can_be_direct(comm, device)
         self.whole, everyone = pool.allocate(numel, torch.bfloat16)
         self.whole.fill_(comm.rank)
         self.parts = [each.chunk(comm.num_shards)[comm.shard] for each in everyone]
-        self._rows = torch.empty(comm.num_shards, numel // comm.num_shards, dtype=torch.bfloat16, device=device)
-        self.shard = torch.empty(numel // comm.num_shards, dtype=torch.bfloat16, device=device)
+        self.shard = torch.empty_like(self.parts[comm.shard], device=device)
+        self._own = comm.shard
+        self._rows = [torch.empty_like(self.shard) for _ in self.parts]
+        self._rows[self._own] = self.parts[self._own]
 
     def __call__(self) -> None:
         self._meet()
@@ -37,9 +41,17 @@ class PullSum:
         self._meet()
 
     def _sum(self) -> None:
-        for row, part in zip(self._rows, self.parts, strict=True):
-            row.copy_(part)
-        self.shard.copy_(self._rows.mean(0, dtype=torch.float32))
+        for shift in range(1, len(self.parts)):
+            index = (self._own + shift) % len(self.parts)
+            self._rows[index].copy_(self.parts[index])
+        if self._is_fused:
+            self._mean(self._rows, -(-self.shard.numel() // _BLOCK))
+        else:
+            self.shard.copy_(torch.stack(self._rows).mean(0, dtype=torch.float32))
+
+    def _mean(self, parts: Sequence[torch.Tensor], num_programs: int) -> None:
+        padded = [*parts, *[None] * (_MOST_GPUS - len(parts))]
+        _mean[(num_programs,)](self.shard, *padded, self.shard.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
 
     def _meet(self) -> None:
         finish = self._pool.meet()
@@ -56,8 +68,7 @@ class Direct(PullSum):
         self._num_programs = num_programs
 
     def _sum(self) -> None:
-        parts = [*self.parts, *[None] * (_MOST_GPUS - len(self.parts))]
-        _mean[(self._num_programs,)](self.shard, *parts, self.shard.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+        self._mean(self.parts, self._num_programs)
 
 
 def can_be_direct(comm: Comm, device: torch.device) -> bool:
