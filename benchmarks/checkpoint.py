@@ -28,8 +28,8 @@ from offload import sharded, work
 from onefold.checkpoint.entries import own_entries
 from onefold.checkpoint.storage import Reader
 from onefold.comm import start
+from onefold.pages import pinned
 from onefold.session import session_of
-from onefold.tier import pinned
 from workload import SIZES, machine, synchronize
 
 PIECE = 2**26

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
-from onefold.checkpoint.copies import copied, room_for
+from onefold.checkpoint.copies import Copies, room_for
 from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
@@ -35,7 +35,8 @@ class Saving:
 
     Attributes:
         path: where the checkpoint will be.
-        stall_s: seconds that `save` kept the loop waiting.
+        stall_s: seconds that this rank's loop was kept waiting so far: in `save`, and later before what is saved could
+            be changed (in the next `optimizer.step`, say). It does not include that a step beside copies may be slower.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,16 +44,12 @@ class Saving:
         self.stall_s = 0.0
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
+        self._free = threading.Event()
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._thread is None or not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Come back when it has ended, well or not."""
-        if self._thread is not None:
-            self._thread.join()
 
     def wait(self) -> None:
         """Come back when the checkpoint is there.
@@ -60,10 +57,23 @@ class Saving:
         Raises:
             CheckpointError: it could not be written, here or on another rank; those before it are as they were.
         """
-        self.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem
+
+    def free(self) -> None:
+        """What is saved is not read where it rests any more."""
+        self._free.set()
+
+    def wait_until_free(self) -> None:
+        """Come back when what is saved may be changed, or the save has ended, well or not."""
+        begun = time.perf_counter()
+        try:
+            self._free.wait()
+        finally:
+            self.stall_s += time.perf_counter() - begun
 
     def start(self, work: Callable[[], None]) -> None:
         """Do the work on a thread of its own."""
@@ -74,9 +84,16 @@ class Saving:
             except BaseException as error:
                 self._problem = error
                 logging.getLogger("onefold").error("%s", error)  # it is raised later, perhaps much later
+            finally:
+                self.free()
 
         self._thread = threading.Thread(target=run, name=f"onefold save {self.path.name}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no more threads
+            self._thread = None
+            self.free()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +125,41 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        entries = agree(partial(as_ours, lambda: _readable(session, found.entries, wishes)))
+        work = _Work(target=target, directory=directory, workplace=workplace, contents=found, talk=talk, wishes=wishes)
+        if wishes.asynchronous:
+            copies: Copies = agree(partial(as_ours, lambda: _copies(session, found.entries)))
+            contents = replace(found, entries=copies.entries)
+            work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving))
     except BaseException:
         if workplace is not None:
             workplace.abandon()
         raise
-    contents = replace(found, entries=entries)
-    work = _Work(target=target, directory=directory, workplace=workplace, contents=contents, talk=talk, wishes=wishes)
     if wishes.asynchronous:
-        saving.start(work.run)
         session.saves.append(saving.wait)
-        if any(entry.is_still for entry in entries):
-            session.readers.append(saving.join)
+        session.readers.append(saving.wait_until_free)
+        saving.start(work.run)
     else:
         work.run()
-    saving.stall_s = time.perf_counter() - begun
+    saving.stall_s += time.perf_counter() - begun
     return saving
+
+
+def _copies(session: Session, entries: Sequence[Entry]) -> Copies:
+    """Copies of all that is not read in place, of which those that cannot wait are made."""
+    session.room = room_for(entries, session.device, session.room, -(-len(session.cores) // 2))
+    copies = Copies(entries, session.device, session.lanes, session.room)
+    copies.make_at_once()
+    return copies
+
+
+def _copy_beside(copies: Copies, saving: Saving) -> None:
+    copies.make_beside()
+    if copies.are_all:
+        saving.free()
+
+
+def _nothing() -> None:
+    """For contents that can be read as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +174,8 @@ class _Work:
     contents: Contents
     talk: Conversation
     wishes: Wishes
+    prepare: Callable[[], None] = _nothing
+    """Makes the contents readable."""
     title: str = "saving"
 
     def run(self) -> None:
@@ -156,6 +194,7 @@ class _Work:
     def _run(self) -> None:
         problem: BaseException | None = None
         try:
+            self.prepare()
             mine: Part | str = self._write()
         except BaseException as error:  # to be raised once the others know
             mine, problem = _story(error), error
@@ -262,14 +301,6 @@ def _vacant(target: Path, files: Files) -> Workplace:
     if (target.parent / MANIFEST).exists():
         raise CheckpointError(f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed")
     return Workplace(target, files)
-
-
-def _readable(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Sequence[Entry]:
-    """What is to be written, so that it can be read for as long as the save takes."""
-    if not wishes.asynchronous:
-        return entries
-    session.room = room_for(entries, session.device, session.room, len(session.cores))
-    return copied(entries, session.device, session.room)
 
 
 def _see(directory: Path, rank: int) -> None:
