@@ -34,6 +34,7 @@ FLOORS = (
             "peers",
             "cores",
             "worker",
+            "pages",
             "tier",
             "disk",
         ),

@@ -125,16 +125,15 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        work = _Work(target=target, directory=directory, workplace=workplace, contents=found, talk=talk, wishes=wishes)
-        if wishes.asynchronous:
-            copies: Copies = agree(partial(as_ours, lambda: _copies(session, found.entries)))
-            contents = replace(found, entries=copies.entries)
-            work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving))
+        copies: Copies | None = agree(partial(as_ours, lambda: _copies(session, found.entries, wishes)))
     except BaseException:
         if workplace is not None:
             workplace.abandon()
         raise
-    if wishes.asynchronous:
+    work = _Work(target=target, directory=directory, workplace=workplace, contents=found, talk=talk, wishes=wishes)
+    if copies is not None:
+        contents = replace(found, entries=copies.entries)
+        work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving))
         session.saves.append(saving.wait)
         session.readers.append(saving.wait_until_free)
         saving.start(work.run)
@@ -144,8 +143,10 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     return saving
 
 
-def _copies(session: Session, entries: Sequence[Entry]) -> Copies:
-    """Copies of all that is not read in place, of which those that cannot wait are made."""
+def _copies(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Copies | None:
+    """For a save beside training: copies of all that is not read in place, of which those that cannot wait are made."""
+    if not wishes.asynchronous:
+        return None
     session.room = room_for(entries, session.device, session.room, -(-len(session.cores) // 2))
     copies = Copies(entries, session.device, session.lanes, session.room)
     copies.make_at_once()
