@@ -17,7 +17,7 @@ from onefold.pages import PIECE_BYTES, LockedRoom, PlainRoom, Room
 from onefold.streams import Lanes, Ticket
 
 _ALIGN_BYTES = 64
-_MOST_UNDER_WAY = 4
+_MOST_UNDER_WAY = 8
 
 
 def room_for(entries: Sequence[Entry], device: torch.device, have: Room | None, num_threads: int) -> Room:
