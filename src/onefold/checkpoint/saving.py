@@ -35,8 +35,9 @@ class Saving:
 
     Attributes:
         path: where the checkpoint will be.
-        stall_s: seconds that this rank's loop was kept waiting so far: in `save`, and later before what is saved could
-            be changed (in the next `optimizer.step`, say). It does not include that a step beside copies may be slower.
+        stall_s: seconds that this rank's loop was kept waiting so far: in `save`, and later until what is copied could
+            be changed (in the next `optimizer.step`, say), whether or not the device still computed what was queued.
+            That a forward or backward beside copies may be slower is not in it.
     """
 
     def __init__(self, path: Path) -> None:
