@@ -3,6 +3,7 @@ does; a copy that fails is told where the save is waited for; what was copied is
 """
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 from weakref import ref
@@ -14,10 +15,10 @@ import onefold
 from checkpoint_faults import SmallRun, after, hold_copies, same
 from onefold.checkpoint.copies import Copies
 from onefold.checkpoint.entries import Reading, whole_entry
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, HostMemoryError
 from onefold.pages import PIECE_BYTES, LockedRoom, Pages, PlainRoom
 from onefold.session import session_of
-from onefold.streams import HostLanes
+from onefold.streams import HostLanes, Ticket
 from test_checkpoint_async import Gated, opening
 
 
@@ -217,6 +218,36 @@ def test_large_tensors_are_copied_in_pieces_of_which_none_goes_across_the_room_s
     for entry, tensor in zip(copies.entries, tensors, strict=True):
         assert entry.reading == Reading.IN_PLACE
         assert torch.equal(entry.read(0, tensor.numel()), tensor)
+
+
+class LateLane:
+    """Copies only when somebody waits for it on the host, as a busy stream may."""
+
+    def run(self, launch, *, after=(), keep=()):
+        return Ticket(lambda: None, keep, finish_on_host=launch)
+
+
+class Refusing(PlainRoom):
+    """Has too little memory in the end."""
+
+    def reach(self, stop):
+        if stop == len(self.whole):
+            raise HostMemoryError("there is no more")
+
+
+def test_copies_are_made_only_when_they_are_there_and_one_that_fails_leaves_none_under_way():
+    tensors, lanes = [torch.full((16,), float(number)) for number in range(20)], HostLanes()
+    lanes.down = LateLane()
+    entries = [whole_entry(str(number), tensor) for number, tensor in enumerate(tensors)]
+    for kind in (PlainRoom, Refusing):
+        room = kind(64 * len(tensors))
+        room.whole.fill_(255)
+        copies = Copies(entries, torch.device("cpu"), lanes, room)
+        with pytest.raises(HostMemoryError) if kind is Refusing else nullcontext():
+            copies.make_at_once()
+        made = room.whole.view(torch.float32).view(len(tensors), 16)
+        assert torch.equal(made[:-1], torch.stack(tensors[:-1]))
+        assert torch.equal(made[-1], tensors[-1]) == (kind is PlainRoom)
 
 
 def test_room_is_locked_once_in_whole_pieces_as_far_as_it_is_reached():
