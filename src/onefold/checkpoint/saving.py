@@ -3,16 +3,11 @@
 import logging
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from typing import TYPE_CHECKING, Any
 
 from onefold.agree import together
 from onefold.checkpoint.bar import bar
@@ -22,12 +17,13 @@ from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.plans import EntrySavePlanner
-from onefold.checkpoint.storage import Part, Writer, hold_together
 from onefold.comm import LocalComm
 from onefold.conversation import Conversation
 from onefold.errors import CheckpointError, OnefoldError
 from onefold.session import Session
+
+if TYPE_CHECKING:
+    from onefold.checkpoint.storage import Part
 
 
 class Saving:
@@ -199,37 +195,37 @@ class _Work:
             self.prepare()
             mine: Part | str = self._write()
         except BaseException as error:  # to be raised once the others know
-            mine, problem = _story(error), error
+            mine, problem = str(error) or repr(error), error
         try:
             stories = self.talk.broadcast(self._finished(mine))
         except RuntimeError as error:
             stories = {self.talk.rank: f"rank 0 is gone, and whether the checkpoint is there is not known ({error})"}
-        if problem is not None and not isinstance(problem, Exception | CheckpointException):
+        if problem is not None and not isinstance(problem, Exception):
             raise problem
         if stories:
             told = "; ".join(f"rank {rank}: {story}" for rank, story in sorted(stories.items()))
             what = f"the checkpoint {self.target.name!r} was not written (this is rank {self.talk.rank})"
             raise CheckpointError(f"{what}. {told}") from problem
 
-    def _write(self) -> Part:
-        rank, entries = self.talk.rank, self.contents.entries
-        total = sum(entry.nbytes for entry in entries)
-        with bar(self.title, total, self.wishes.progress and rank == 0) as advance, alone_is_fine():
-            writer = Writer(self.directory, rank, self.contents.own, self.wishes.files, advance)
-            # Each rank for itself: were it to use torch's groups, destroy_process_group would end a save under way.
-            dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(entries), no_dist=True)
-        return writer.parts[0]
+    def _write(self) -> "Part":
+        from onefold.checkpoint.writing import write_part  # half a second, the first time: not while training waits
 
-    def _finished(self, mine: Part | str) -> dict[int, str]:
+        rank, total = self.talk.rank, sum(entry.nbytes for entry in self.contents.entries)
+        with bar(self.title, total, self.wishes.progress and rank == 0) as advance:
+            return write_part(self.directory, rank, self.contents, self.wishes.files, advance)
+
+    def _finished(self, mine: "Part | str") -> dict[int, str]:
         """What went wrong, by rank, as rank 0 sees it; nothing if the checkpoint is there."""
         try:
             parts = self.talk.gather(mine)
             stories = {rank: each for rank, each in enumerate(parts) if isinstance(each, str)}
             if self.workplace is not None and not stories:
+                from onefold.checkpoint.storage import hold_together
+
                 hold_together(self.directory, self.contents.shared, parts, self.wishes.files)
                 self.workplace.commit(self.wishes.keep_last)
         except Exception as error:
-            return {self.talk.rank: _story(error)}
+            return {self.talk.rank: str(error) or repr(error)}
         return stories
 
 
@@ -251,30 +247,6 @@ def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) ->
         title=title,
     )
     work.run()
-
-
-@contextmanager
-def alone_is_fine() -> Iterator[None]:
-    """torch.distributed.checkpoint warns one rank without a process group that it is alone, which is no surprise."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized", UserWarning)
-        yield
-
-
-def _story(error: BaseException) -> str:
-    """What other ranks hear of an error."""
-    found = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return "; ".join(str(each) or repr(each) for each in found)
-
-
-def failure(error: BaseException, what: str, rank: int) -> BaseException:
-    """What a rank should raise for what torch.distributed.checkpoint raised."""
-    if isinstance(error, CheckpointException):
-        stories = [f"rank {at}: {problem[0]}" for at, problem in sorted(error.failures.items())]
-        return CheckpointError(f"{what} (this is rank {rank}). {'; '.join(stories)}")
-    if isinstance(error, Exception) and not isinstance(error, OnefoldError):
-        return CheckpointError(f"{what} (this is rank {rank}): {error}")
-    return error
 
 
 def as_ours(attempt: Callable[[], Any], kind: type[CheckpointError] = CheckpointError) -> Any:
