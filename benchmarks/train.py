@@ -77,6 +77,7 @@ def command(name: str, num_ranks: int, words: argparse.Namespace) -> list[str]:
         "--steps": words.steps,
         "--warm-up": words.warm_up,
         "--device": words.device,
+        **({} if words.card_gib is None else {"--card-gib": words.card_gib}),
         **({} if words.layers is None else {"--layers": words.layers}),
     }
     flat = [str(word) for option in options.items() for word in option]

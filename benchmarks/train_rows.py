@@ -1,7 +1,7 @@
 """Times one way to train on several GPUs: one row of `train.py`, on as many processes as it has ranks.
 
     python benchmarks/train_rows.py SYSTEM[:OPTION[+OPTION]] [--ranks 4] [--params 6.74] [--batch 2] [--context 4096]
-                                    [--no-checkpointing] [--steps 8] [--warm-up 3] [--device cuda]
+                                    [--no-checkpointing] [--steps 8] [--warm-up 3] [--card-gib 80] [--device cuda]
 
 - limit: forward and backward of the model with bf16 weights on every GPU at once: no optimizer, no communication;
 - zero_0 to zero_3: Onefold; bf16 weights with a split master;
@@ -40,7 +40,7 @@ import onefold
 from onefold.peers import PeerComm
 from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
-from workload import SIZES, Work, deepspeed_config, find_compilers, free_port, peak_bytes, timed
+from workload import SIZES, Work, deepspeed_config, find_compilers, free_port, limit_card, peak_bytes, timed, used_bytes
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
 PEERS = ("ddp", "fsdp2", "deepspeed_1", "deepspeed_2", "deepspeed_3")
@@ -250,7 +250,10 @@ def measure(words: argparse.Namespace, note: Callable[[str], None]) -> dict[str,
     row, device, rank = Row.parse(words.row), words.device, dist.get_rank()
     work = Work.of(words)
     torch.manual_seed(0)
+    card = None if words.card_gib is None else int(words.card_gib * 2**30)
+    limit_card(card)
     ready = builder(row.system)(work, row, device)
+    limit_card(card)
     built = time.perf_counter() - begin
     note(f"ready in {built:.0f} s")
 
@@ -264,9 +267,12 @@ def measure(words: argparse.Namespace, note: Callable[[str], None]) -> dict[str,
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what building and compiling took does not count
             torch.cuda.reset_peak_memory_stats()
+            limit_card(card)  # NCCL has taken its part by now
         dist.barrier()  # all GPUs are busy at once, where nothing else holds them together
 
     seconds, losses = timed(words.steps, words.warm_up, once, warmed)
+    if card is not None and used_bytes() > card:
+        raise torch.OutOfMemoryError(f"{used_bytes():,} bytes of the GPU are in use, more than a card of {card:,} has")
     every: list[Any] = [None] * dist.get_world_size()
     beside = ready.facts.get("symmetric_bytes", 0)  # the driver's, which torch does not count
     dist.all_gather_object(every, (seconds, *(nbytes + beside for nbytes in peak_bytes(device))))
@@ -302,6 +308,7 @@ def launch(num_ranks: int, needs_compiler: bool) -> int:
     threads = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     world = {
         "OMP_NUM_THREADS": threads,
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as `onefold run` has it; for every system
         **os.environ,
         **({"TORCH_EXTENSIONS_DIR": str(extensions())} if needs_compiler else {}),
         "WORLD_SIZE": str(num_ranks),
@@ -337,6 +344,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them, at least 1")
+    parser.add_argument("--card-gib", type=float, help="use no more of a GPU, as if it were a smaller card")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
 
 

@@ -7,12 +7,16 @@ A unit has --numel bf16 elements over all ranks: a block of a 6.74B Llama unless
 - gather, collective: NCCL's all-gather into the unit's buffer; gather, copies: what `shard(gather="copy")` does;
 - reduce, collective: NCCL's reduce-scatter; reduce, pull and sum: every rank copies its part of all others' gradients
   from memory that all of them see, and sums them in rank order in fp32. It meets the others before and after;
-- reduce, 4 CTAs (with --ctas 4, on GPUs): NCCL's on no more than so many blocks of threads, for slower traffic that
-  leaves more of the processors to the computation.
+- collect, one kernel; collect, copies: nine gradients into a unit's buffer on one GPU, as Onefold does it (there on the
+  computation's stream, here beside it), and by a copy for each;
+- reduce, direct 16 (on 2 or 4 GPUs, with Triton): one kernel on so many blocks of threads reads and sums all parts;
+- with --ctas 4, on GPUs: reduce, 4 CTAs, NCCL's on no more than so many blocks of threads, for slower traffic that
+  leaves more of the processors to the computation; and reduce, registered: NCCL's over memory registered with it.
 
 "beside" is the time of matrix products that take about four times as long as the first row, with that traffic next to
-them; "cost" is what it adds to the time of the same products without any: what training pays. Bytes a second count what
-a rank receives. Medians over repeats; the slowest rank counts. `--numel 100_000` tries it on CPUs, over gloo.
+them; "cost" is what it adds to the time of the same products without any: what training pays. A GPU begins when all is
+queued, so launching is no part of either. Bytes a second count what a rank receives. Medians over repeats; the slowest
+rank counts. `--numel 100_000` tries it on CPUs, over gloo.
 """
 
 import argparse
@@ -28,48 +32,19 @@ import torch.distributed as dist
 from onefold.comm import Comm, start
 from onefold.mesh import connect
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
-from onefold.streams import Finish, Ticket, lanes_for
+from onefold.streams import Ticket, lanes_for
+from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, on_few, registered
 from workload import machine, synchronize
 
 WARM_UPS = 3
 SIDE = 4096
-Transfer = Callable[[], Finish | None]
+DIRECT = (16, 32)
+HEAD_START_CYCLES = 4_000_000
+"""About 2 ms, in which the host queues everything."""
 
 
 def pool_of(comm: Comm, device: torch.device) -> Pool:
     return SymmetricPool(comm.peer_group, device) if device.type == "cuda" else MappedPool(comm)
-
-
-class PullSum:
-    """The mean of everyone's gradients for this rank's part, by copies."""
-
-    def __init__(self, comm: Comm, pool: Pool, numel: int, device: torch.device) -> None:
-        self._pool = pool
-        self.whole, self._everyone = pool.allocate(numel, torch.bfloat16)
-        self.whole.zero_()
-        self._own = slice(comm.shard * numel // comm.num_shards, (comm.shard + 1) * numel // comm.num_shards)
-        self._rows = torch.empty(comm.num_shards, numel // comm.num_shards, dtype=torch.bfloat16, device=device)
-        self.shard = torch.empty(numel // comm.num_shards, dtype=torch.bfloat16, device=device)
-
-    def __call__(self) -> None:
-        self._meet()
-        for row, whole in zip(self._rows, self._everyone, strict=True):
-            row.copy_(whole[self._own])
-        self.shard.copy_(self._rows.mean(0, dtype=torch.float32))
-        self._meet()
-
-    def _meet(self) -> None:
-        finish = self._pool.meet()
-        if finish is not None:
-            finish()
-
-
-def on_few(ctas: int, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
-    """NCCL's reduce-scatter on at most so many blocks of threads."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = ctas
-    group = dist.new_group(backend="nccl", pg_options=options)
-    return partial(dist.reduce_scatter_tensor, shard, whole, dist.ReduceOp.AVG, group)
 
 
 def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, tuple[str, Transfer]]:
@@ -77,13 +52,21 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
     comm = connect(device)
     copying = PeerComm(comm, pool_of(comm, device))
     rest = torch.ones(numel // comm.num_shards, dtype=torch.bfloat16, device=device)
-    exposed, whole = copying.expose(rest), torch.empty(numel, dtype=torch.bfloat16, device=device)
+    is_direct, pool = can_be_direct(comm, device), pool_of(comm, device)
+    whole = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    gradients = [torch.ones_like(part) for part in whole.split(-(-numel // 9))]
+    direct = partial(Direct, comm, pool, numel, device)
+    exposed = copying.expose(rest)
     return {
         "gather, collective": ("gather", partial(comm.all_gather, whole, rest)),
         "gather, copies": ("gather", partial(copying.all_gather, whole, exposed)),
         "reduce, collective": ("reduce", partial(comm.reduce_scatter, rest, whole)),
-        "reduce, pull and sum": ("reduce", PullSum(comm, pool_of(comm, device), numel, device)),
+        "reduce, pull and sum": ("reduce", PullSum(comm, pool, numel, device)),
+        "collect, one kernel": ("reduce", partial(copy_together, gradients, whole)),
+        "collect, copies": ("reduce", partial(copy_each, gradients, whole)),
+        **{f"reduce, direct {number}": ("reduce", direct(number)) for number in (DIRECT if is_direct else ())},
         **{f"reduce, {number} CTAs": ("reduce", on_few(number, rest, whole)) for number in ctas},
+        **({"reduce, registered": ("reduce", registered(comm, numel, device))} if ctas else {}),
     }
 
 
@@ -103,13 +86,23 @@ class Bench:
         for _ in range(WARM_UPS + self._repeats):
             synchronize()
             dist.barrier()
-            begun = time.perf_counter()
-            once()
-            synchronize()
-            times.append(time.perf_counter() - begun)
+            times.append(self._timed(once))
         slowest = torch.tensor(statistics.median(times[WARM_UPS:]), dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
+
+    def _timed(self, once: Callable[[], None]) -> float:
+        if self._device.type != "cuda":
+            begun = time.perf_counter()
+            once()
+            return time.perf_counter() - begun
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        begin.record()
+        once()
+        end.record()
+        synchronize()
+        return begin.elapsed_time(end) / 1e3
 
     def products(self, number: int) -> None:
         for _ in range(number):

@@ -130,8 +130,22 @@ def peak_bytes(device: str) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
+def used_bytes() -> int:
+    """What this process has of its GPU, if it is alone there: torch's and the driver's, contexts and NCCL's too."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def limit_card(nbytes: int | None) -> None:
+    """Have torch take no more than a card of `nbytes` leaves beside what the driver has taken so far."""
+    if nbytes is not None:
+        beside = used_bytes() - torch.cuda.memory_reserved()
+        torch.cuda.set_per_process_memory_fraction((nbytes - beside) / torch.cuda.mem_get_info()[1])
+
+
 def apart(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """The row that a command prints: its last line that starts with {"system". It runs in a process group of its own:
+    """The row that a command prints: its first line that starts with {"system", for the rank that fails first tells
+    why. It runs in a process group of its own:
     what it holds is given back, if it dies it dies alone, and compilers that it starts are stopped with it. A command
     that is late or ends without a row gives one that says why."""
     process = subprocess.Popen(
@@ -155,7 +169,7 @@ def apart(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any]:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith('{"system"'):
-            row = json.loads(line)
+            row = row or json.loads(line)
         elif line.strip():
             said = [*said[-7:], line.strip()]
             if line.startswith(f"{name}: "):  # progress; what its libraries log is not shown

@@ -19,7 +19,7 @@ TELL = """
 import json, os, sys
 rank = os.environ["RANK"]
 told = {"args": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
-told |= {name: os.environ.get(name) for name in ("WORLD_SIZE", "MASTER_ADDR", "FROM_FILE", "FROM_FLAG")}
+told |= dict(os.environ)
 open(f"told-{rank}.json", "w").write(json.dumps(told))
 print(f"here is {rank}")
 """
@@ -61,6 +61,7 @@ def test_every_rank_gets_its_arguments_as_written_and_cores_of_its_own(launch):
     assert [rank["args"] for rank in ranks] == [AWKWARD, AWKWARD]
     assert [rank["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
     assert [rank["MASTER_ADDR"] for rank in ranks] == ["127.0.0.1"] * 2  # whatever this machine's name leads to
+    assert [rank["PYTORCH_ALLOC_CONF"] for rank in ranks] == ["expandable_segments:True"] * 2
     mine, other = (set(rank["cores"]) for rank in ranks)
     allowed = len(mine | other)
     assert mine.isdisjoint(other) if allowed > 1 else mine == other
@@ -71,12 +72,14 @@ def test_a_deepspeed_command_line_for_one_machine_works_unchanged(launch):
     launch.write(".deepspeed_env", "# what ranks need\nFROM_FILE=a = b $X\nFROM_FLAG=no\n")
     launch.write("hosts", "localhost slots=4\n")
     words = ("--hostfile", "hosts", "--include", "localhost:2", "--no_ssh_check", "--launcher", "pdsh", "--module")
-    done = launch.run(*words, "--env", "FROM_FLAG=x y", "tell", "--deepspeed", "--deepspeed_config", "ds.json")
+    script = ("tell", "--deepspeed", "--deepspeed_config", "ds.json")
+    done = launch.run(*words, "--env", "FROM_FLAG=x y", *script, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "here is 0\n"  # a single rank has the terminal for itself
     found = told(launch, 0)
     assert found["args"] == ["--local_rank=0", "--deepspeed", "--deepspeed_config", "ds.json"]
     assert (found["FROM_FILE"], found["FROM_FLAG"]) == ("a = b $X", "x y")
+    assert "PYTORCH_ALLOC_CONF" not in found, "the user has chosen how the allocator works"
 
 
 @pytest.mark.parametrize("how", DEATHS)

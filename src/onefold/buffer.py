@@ -23,15 +23,18 @@ from onefold.streams import Lanes
 
 
 class Buffer:
-    """A flat buffer whose storage can be given back and taken again. See [Note: Flat storage]."""
+    """A flat buffer whose storage can be given back and taken again. See [Note: Flat storage].
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, lanes: Lanes) -> None:
+    Args:
+        whole: its memory, of the gather lane unless it will never be given back.
+    """
+
+    def __init__(self, layout: Layout, whole: Tensor, lanes: Lanes) -> None:
         self.layout = layout
+        self.whole = whole  # [numel]
         self._lanes = lanes
-        with lanes.allocate_for_gather():
-            self.whole = torch.empty(layout.numel, dtype=dtype, device=device)  # [numel]
-        self._storage = self.whole.untyped_storage()
-        self.nbytes = self._storage.nbytes()
+        self._storage = whole.untyped_storage()
+        self.nbytes = whole.nbytes
         self.storage_id: int = self._storage._cdata
         self._holders = 0
 

@@ -38,6 +38,11 @@ _MASTERS: Mapping[str, type[OwnMaster | SplitMaster | CopyMaster]] = {
 }
 
 
+def has_shards_to_expose(plan: Plan) -> bool:
+    """Whether ranks gather what others of them updated where it rests; `plan` has one tier for each kind of state."""
+    return plan.optim.partitioned and plan.optim.farthest == Tier.DEVICE
+
+
 class Rest:
     """Where the state of one unit rests, by its single-tier plan."""
 
@@ -50,8 +55,8 @@ class Rest:
             PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
         )
         self.is_weight_own = plan.params.partitioned
-        self.is_weight_exposed = plan.params.partitioned and plan.optim.farthest == Tier.DEVICE
         self.is_update_part = plan.optim.partitioned
+        self.is_exposed = has_shards_to_expose(plan)
 
 
 class Formats:
@@ -130,7 +135,7 @@ class Builder:
         names, params = tuple(name for name, _ in members), tuple(param for _, param in members)
         layout = _pack(members, self._comm.num_shards)
         source = self._source(layout, params)
-        buffer = Buffer(layout, kind.dtype, self._device, self._lanes)
+        buffer = Buffer(layout, self._whole(layout, kind, rest), self._lanes)
         is_split = kind.is_trained and self._precision.master_form(kind.dtype) == "split"
         buffer.whole.copy_(split(source)[0] if is_split and source.dtype == torch.float32 else source)
         buffer.bind(params)
@@ -140,7 +145,7 @@ class Builder:
         if rest.is_weight_own:
             weight = rest.params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
-            weight = self._comm.expose(weight) if rest.is_weight_exposed else weight
+            weight = self._comm.expose(weight) if rest.is_exposed else weight
         trained = self._train(layout, kind, rest, weight, source[updated]) if kind.is_trained else None
         buffer.settle()
         self._lanes.order_gather()
@@ -156,6 +161,13 @@ class Builder:
         if flat.has_twin:
             flat.publish(self._lanes, self._lanes.mark()).wait()
         return flat
+
+    def _whole(self, layout: Layout, kind: _Kind, rest: Rest) -> Tensor:
+        """Memory for all of a flat buffer."""
+        if kind.is_trained and rest.is_exposed and not rest.is_weight_own and layout.numel:
+            return self._comm.expose_whole(torch.empty(layout.numel, dtype=kind.dtype, device=self._device))
+        with self._lanes.allocate_for_gather():
+            return torch.empty(layout.numel, dtype=kind.dtype, device=self._device)
 
     def _train(self, layout: Layout, kind: _Kind, rest: Rest, weight: Tensor, source: Tensor) -> Trained:
         """What a trained flat has beside its compute weights; `source` holds the exact values of `weight`."""

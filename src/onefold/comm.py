@@ -59,14 +59,15 @@ class Comm(Protocol):
     def expose(self, shard: Tensor) -> Tensor:
         """Where the values of `shard`, which rests on the device, should rest to be gathered from; all ranks call it.
         It may be `shard` itself."""
-        ...
+
+    def expose_whole(self, whole: Tensor) -> Tensor:
+        """As `expose`, of `whole`, in which each rank changes its shard, and gathers the others'."""
 
     def before_change(self) -> None:
         """To be called by all ranks before exposed shards change: come back when nobody reads them any more."""
-        ...
 
-    def changed(self) -> None:
-        """To be called by all ranks after exposed shards changed."""
+    def changed(self, shard: Tensor) -> None:
+        """To be called by all ranks after an exposed shard changed: its gathers are of the new values."""
         ...
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
@@ -120,10 +121,12 @@ class CollectiveComm:
     def expose(self, shard: Tensor) -> Tensor:
         return shard
 
+    expose_whole = expose
+
     def before_change(self) -> None:
         pass
 
-    def changed(self) -> None:
+    def changed(self, shard: Tensor) -> None:
         pass
 
 
@@ -172,16 +175,13 @@ class LocalComm(CollectiveComm):
 
 Families = tuple[tuple[int, ...], ...]
 """Sets of ranks, none in two of them, that do the same at the same time, each for itself."""
-
 PLANES = ("data", "reduction", "refresh", "control")
 """What a group of its own is for, since it may run beside the others. Control messages go through host memory."""
+_GRACE_S = 0.1
 
 # Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
 # share them; the entry goes when torch.distributed is shut down.
 _made: WeakKeyDictionary[Any, dict[tuple[Families, str, tuple[str, ...]], dict[str, Any]]] = WeakKeyDictionary()
-
-
-_GRACE_S = 0.1
 
 
 def _linger() -> None:

@@ -179,6 +179,9 @@ def prepare(node: Node) -> dict[str, str]:
     added["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun would say 1, and say so
         added["OMP_NUM_THREADS"] = str(_threads(node))
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # States, activations and gathered units differ in size: else none could take the place of another.
+        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if node.elastic:
         # torch 2.13 keeps one store for all attempts, where ranks find the addresses of those of the attempt before.
         added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

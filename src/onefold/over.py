@@ -26,11 +26,14 @@ class OverComm(Generic[Inner]):
     def expose(self, shard: Tensor) -> Tensor:
         return self.inner.expose(shard)
 
+    def expose_whole(self, whole: Tensor) -> Tensor:
+        return self.inner.expose_whole(whole)
+
     def before_change(self) -> None:
         self.inner.before_change()
 
-    def changed(self) -> None:
-        self.inner.changed()
+    def changed(self, shard: Tensor) -> None:
+        self.inner.changed(shard)
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self.inner.all_gather(whole, shard)

@@ -5,9 +5,13 @@ they save the way through sockets. The values are those of a collective, bit for
 
 [Note: Who may read whose shard]
 A copy asks nobody, so two rules stand in for the meeting that a collective is. Before a rank changes shards it meets
-all others (`before_change`): whoever was reading them has read them. Before its first gather after that it meets them
-again: everybody has changed theirs. Between two changes gathers need no meeting at all. Only shards that are updated
-where they rest are exposed: an update beside the computation may be done on one rank and not on another.
+all others (`before_change`): whoever was reading them has read them. The first gather of a shard that changed meets
+them again: everybody has changed theirs. That is a meeting a shard, so that the first ones are gathered while others
+are still being updated. Between two changes gathers need no meeting at all. Only what is updated where it rests is
+exposed: an update beside the computation may be done on one rank and not on another.
+
+Where weights rest whole, a rank's shard is a part of them, and a user may write into them at any time. There every
+gather meets twice, so that once it is done on one rank nobody reads that rank's weights any more.
 """
 
 import os
@@ -26,6 +30,9 @@ from onefold.streams import Finish, Pending
 _CHUNK_BYTES = 2**24
 """Small shards share an allocation of this size: each takes a driver's page, and a meeting to set up."""
 
+_SHARDS, _WHOLE = 0, 1
+"""Lines of meetings: those of whole weights may be under way as shards are about to change."""
+
 _PATIENCE_MS = 600_000
 """A rank that waits so long for another on a GPU gives up, as NCCL does."""
 
@@ -40,8 +47,9 @@ class Pool(Protocol):
         """This rank's tensor [numel], uninitialized, and everyone's, by shard."""
         ...
 
-    def meet(self) -> Finish | None:
-        """Start waiting until every rank has come here, with all that it queued before on the current stream."""
+    def meet(self, line: int = 0) -> Finish | None:
+        """Start waiting until every rank has come here, with all that it queued before on the current stream. Meetings
+        on one line are in one order; those on several may be under way at once."""
         ...
 
 
@@ -64,7 +72,7 @@ class MappedPool:
             os.close(descriptor)
         return everyone[self._comm.shard], everyone
 
-    def meet(self) -> Finish | None:
+    def meet(self, line: int = 0) -> Finish | None:
         token = torch.zeros(1, dtype=torch.uint8)
         return self._comm.all_gather(torch.empty(self._comm.num_shards, dtype=torch.uint8), token)
 
@@ -95,8 +103,8 @@ class SymmetricPool:
         self._left = [part[nbytes:] for part in self._left]
         return everyone[self._rank], everyone
 
-    def meet(self) -> Finish | None:
-        self._handles[0].barrier(timeout_ms=_PATIENCE_MS)
+    def meet(self, line: int = 0) -> Finish | None:
+        self._handles[0].barrier(channel=line, timeout_ms=_PATIENCE_MS)
         return None
 
     def _open(self, nbytes: int) -> Sequence[Tensor]:
@@ -119,10 +127,12 @@ class PeerComm(OverComm[Comm]):
         self._pool = pool
         self._shards: dict[int, Sequence[Tensor]] = {}
         """Every rank's shard, by the address of this rank's."""
-        self._has_changed = False
-        """Whether shards changed since the ranks last met for a gather."""
-        self._met: Finish | None = None
-        """Waits for that meeting; None where the current stream is ordered after it."""
+        self._parts: set[int] = set()
+        """Addresses of those that are parts of whole weights."""
+        self._changed: set[int] = set()
+        """Addresses of shards that changed since the ranks last met for a gather of them."""
+        self._met: dict[int, Finish | None] = {}
+        """By address, waits for that meeting; None where the gathers' stream is ordered after it."""
 
     @property
     def shared_bytes(self) -> int:
@@ -135,24 +145,42 @@ class PeerComm(OverComm[Comm]):
         own, everyone = self._pool.allocate(shard.numel(), shard.dtype)
         own.copy_(shard)
         self._shards[own.data_ptr()] = everyone
-        self.changed()
+        self.changed(own)
+        return own
+
+    def expose_whole(self, whole: Tensor) -> Tensor:
+        own, everyone = self._pool.allocate(whole.numel(), whole.dtype)
+        own.copy_(whole)
+        parts = [each.chunk(self.num_shards)[shard] for shard, each in enumerate(everyone)]
+        self._shards[parts[self.shard].data_ptr()] = parts
+        self._parts.add(parts[self.shard].data_ptr())
         return own
 
     def before_change(self) -> None:
-        finish = self._pool.meet()
+        self._meet(_SHARDS)
+
+    def _meet(self, line: int) -> None:
+        finish = self._pool.meet(line)
         if finish is not None:
             finish()
 
-    def changed(self) -> None:
-        self._has_changed = True
+    def changed(self, shard: Tensor) -> None:
+        self._changed.add(shard.data_ptr())
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        everyone = self._shards.get(shard.data_ptr())
+        place = shard.data_ptr()
+        everyone = self._shards.get(place)
         if everyone is None:
             return super().all_gather(whole, shard)
-        if self._has_changed:
-            self._met, self._has_changed = self._pool.meet(), False
-        copy, met = partial(_copy, whole, everyone, self.shard), self._met
+        if place in self._parts:
+            self._meet(_WHOLE)
+            _copy(whole, everyone, self.shard)
+            self._meet(_WHOLE)
+            return None
+        if place in self._changed:
+            self._changed.remove(place)
+            self._met[place] = self._pool.meet(_SHARDS)
+        copy, met = partial(_copy, whole, everyone, self.shard), self._met[place]
         if met is None:
             copy()
             return None
@@ -170,4 +198,5 @@ def _copy(whole: Tensor, everyone: Sequence[Tensor], own: int) -> None:
     parts = whole.chunk(len(everyone))
     for place in range(1, len(everyone) + 1):
         index = (own + place) % len(everyone)
-        parts[index].copy_(everyone[index])
+        if parts[index].data_ptr() != everyone[index].data_ptr():
+            parts[index].copy_(everyone[index])

@@ -7,6 +7,7 @@ during a forward or backward, and raises otherwise. Nothing in C++ reads a param
 autograd's saved tensors are replaced by `SavedView`s (runtime.py), and gradients accumulate without reading weights.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
@@ -130,12 +131,17 @@ class ReleasedParameter(nn.Parameter):
     def __new__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("parameters become ReleasedParameter by being released; there is nothing to construct")
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise ReleasedParameterError(
-            f"{owner_of(self).describe(self)} cannot be copied while its values rest in shards. Copy the model before "
-            "onefold.shard (for an average of the weights, say), or copy weights inside "
-            "`with onefold.gathered(model):`"
-        )
+    def __deepcopy__(self, memo: Any) -> Any:
+        owner = owner_of(self)
+        try:
+            owner.touch([self], copy.deepcopy)  # whole weights may only be on their way
+        except ReleasedParameterError as error:
+            raise ReleasedParameterError(
+                f"{owner.describe(self)} cannot be copied while its values rest in shards. Copy the model before "
+                "onefold.shard (for an average of the weights, say), or copy weights inside "
+                "`with onefold.gathered(model):`"
+            ) from error
+        return copy.deepcopy(self, memo)
 
     @classmethod
     def __torch_function__(

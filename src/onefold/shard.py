@@ -11,7 +11,7 @@ from torch import nn
 
 from onefold.access import gathered, guard_state_dict
 from onefold.agree import check_agreement, together
-from onefold.build import Builder, Formats
+from onefold.build import Builder, Formats, has_shards_to_expose
 from onefold.comm import Comm, default_device, start
 from onefold.cores import update_cores
 from onefold.discover import UnitChoice, UnitSpec, discover, outside
@@ -26,7 +26,7 @@ from onefold.mesh import connect
 from onefold.meta import has_meta, materialize
 from onefold.mix import unit_plans
 from onefold.nursery import wake
-from onefold.plan import NAMED_PLANS, Plan, Tier
+from onefold.plan import NAMED_PLANS, Plan
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
@@ -103,7 +103,7 @@ class Places:
 
     @property
     def has_shards_to_expose(self) -> bool:
-        return any(plan.params.partitioned and plan.optim.farthest == Tier.DEVICE for plan in self.of_units)
+        return any(has_shards_to_expose(plan) for plan in self.of_units)
 
     @classmethod
     def choose(

@@ -139,9 +139,13 @@ class Unit:
         for flat in flats:
             flat.version += 1
             torch.autograd.graph.increment_version(flat.params)
-        if any(flat.update.is_pending or flat.arrival.is_pending for flat in flats):
+        if any(self._is_coming(flat) for flat in flats):
             self.is_used = False
             self._hide()
+
+    def _is_coming(self, flat: Flat) -> bool:
+        """Whether new values of `flat` may still be on their way, from the worker or from other ranks."""
+        return flat.update.is_pending or flat.arrival.is_pending or flat.weight.numel() < flat.layout.numel
 
     def show_stored(self, flats: Collection[Flat]) -> None:
         """Bring what was stored into `flats` between steps to wherever it is read; returns when it is there."""
@@ -278,8 +282,7 @@ class PartUnit(Unit):
     def refresh(self, flats: Collection[Flat]) -> None:
         for flat in flats:
             flat.version += 1
-        self._lanes.order_gather()
-        self._comm.changed()
+            self._comm.changed(flat.weight)
         if self.is_gathered:  # a `gathered` context shows it
             self.finish_update()
             self._fill()
