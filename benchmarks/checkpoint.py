@@ -3,10 +3,16 @@
     python benchmarks/checkpoint.py [--params 3.82] [--plan zero_3] [--directory DIR] [--device cuda] [--json FILE]
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --params 6.74
 
-A Llama-shaped model in bf16 with AdamW, two steps old. In one run: how long the bytes of a rank take to host memory
-alone (locked memory, one copy); how long an asynchronous save keeps the loop waiting (the first, which also locks the
-memory, and the second); how fast a plain file of the same size comes to the disk, all ranks at once; how fast a save
-and a load are. DIR needs twice the checkpoint's size.
+A Llama-shaped model in bf16 with AdamW, a few steps old. In one run: how long the bytes of a rank take to host memory
+alone (locked memory, one copy, all ranks at once), and how long the system takes to find that memory and to lock it;
+for how long an asynchronous save stops training, the first one, which also does that, and the second; how fast a plain
+file of the same size comes to the disk, all ranks at once; how fast a save and a load are. DIR needs twice the
+checkpoint's size.
+
+For how long training stops is told twice. "waiting": `stall_s` after the next step, the seconds that the loop stood
+still in `save` and in `optimizer.step`. "longer": how much longer save, forward, backward and step took together than a
+step without a save (median of 3), synchronized with the device at both ends; it also has what copying beside the
+computation slows down. Both are those of the slowest rank.
 """
 
 import argparse
@@ -15,8 +21,10 @@ import io
 import json
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +36,12 @@ from offload import sharded, work
 from onefold.checkpoint.entries import own_entries
 from onefold.checkpoint.storage import Reader
 from onefold.comm import start
+from onefold.pages import Pages, pinned
 from onefold.session import session_of
-from onefold.tier import pinned
 from workload import SIZES, machine, synchronize
 
 PIECE = 2**26
+PLAIN_STEPS = 3
 
 
 def together(work: Callable[[], Any]) -> float:
@@ -55,6 +64,14 @@ def link_seconds(nbytes: int, device: str) -> float:
     target = pinned(len(source), torch.uint8, 4) if cuda else torch.empty(len(source), dtype=torch.uint8)
     target.copy_(source)
     return together(lambda: target.copy_(source, non_blocking=True)) * nbytes / len(source)
+
+
+def memory_seconds(nbytes: int, num_threads: int, device: str) -> dict[str, float]:
+    """To get so much host memory, and to lock it."""
+    pages = Pages(nbytes)
+    found = together(lambda: [each.result() for each in pages.find(num_threads)])
+    locked = together(lambda: pages.lock(0, nbytes)) if device == "cuda" else 0.0
+    return {"find_seconds": found, "lock_seconds": locked}
 
 
 def disk_seconds(nbytes: int, directory: Path, rank: int) -> float:
@@ -80,6 +97,26 @@ def step(model: Any, optimizer: Any, words: argparse.Namespace, number: int) -> 
     optimizer.zero_grad()
 
 
+def stops(model: Any, optimizer: Any, words: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Seconds that a first and a second asynchronous save stop training."""
+    plain = statistics.median(
+        together(partial(step, model, optimizer, words, number)) for number in range(2, 2 + PLAIN_STEPS)
+    )
+    savings: list[Any] = []
+
+    def save_and_step() -> None:
+        savings.append(onefold.save(directory, model, optimizer, asynchronous=True, progress=False))
+        step(model, optimizer, words, 0)
+
+    longer, waiting = [], []
+    for _ in range(2):
+        longer.append(together(save_and_step) - plain)
+        told = session_of(model, "the benchmark").comm.exchange_objects(savings[-1].stall_s)
+        waiting.append(max(told))
+        savings[-1].wait()
+    return {"step_seconds": plain, "waiting_seconds": waiting, "longer_seconds": longer}
+
+
 def measure(words: argparse.Namespace) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     directory = Path(words.directory)
@@ -91,13 +128,8 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     session.runtime.catch_up()
     own = sum(entry.nbytes for entry in own_entries(session, optimizer, None))
     link = link_seconds(own, words.device)
-    stalls = []
-    for _ in range(2):
-        synchronize()
-        saving = onefold.save(directory / "beside", model, optimizer, asynchronous=True, progress=False)
-        stalls.append(saving.stall_s)
-        step(model, optimizer, words, 0)
-        saving.wait()
+    memory = memory_seconds(own, -(-len(session.cores) // 2), words.device)
+    stopped = stops(model, optimizer, words, directory / "beside")
     shutil.rmtree(directory / "beside", ignore_errors=True)
     disk = disk_seconds(own, directory, rank)
     save = together(lambda: onefold.save(directory / "now", model, optimizer, progress=False))
@@ -111,7 +143,8 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         "num_ranks": session.comm.num_ranks,
         "rank_bytes": own,
         "link_seconds": link,
-        "stall_seconds": stalls,
+        **memory,
+        **stopped,
         "disk_seconds": disk,
         "save_seconds": save,
         "load_seconds": load,
@@ -127,14 +160,18 @@ def reader_bytes(reader: Reader) -> dict[str, int]:
 
 
 def show(row: dict[str, Any]) -> None:
-    gb = row["rank_bytes"] / 1e9
+    gb, link = row["rank_bytes"] / 1e9, row["link_seconds"]
     total = gb * row["num_ranks"]
     print(f"{row['num_ranks']} ranks, {gb:.2f} GB each, {row['plan']}, {row['params']}e9 parameters")
-    print(f"over the link alone    {row['link_seconds']:8.3f} s")
-    print(f"save keeps waiting     {row['stall_seconds'][0]:8.3f} s, then {row['stall_seconds'][1]:.3f} s")
+    print(f"over the link alone    {link:8.3f} s  {gb / link:.2f} GB/s a rank")
+    print(f"its memory found       {row['find_seconds']:8.3f} s, locked {row['lock_seconds']:.3f} s")
+    print(f"a step without a save  {row['step_seconds']:8.3f} s")
+    for which, waiting, longer in zip(("first", "second"), row["waiting_seconds"], row["longer_seconds"], strict=True):
+        print(f"{which + ' save, waiting':23}{waiting:8.3f} s  {waiting / link:.2f} of the link's")
+        print(f"{which + ' save, longer':23}{longer:8.3f} s  {longer / link:.2f} of the link's")
     print(f"a plain file           {row['disk_seconds']:8.3f} s  {total / row['disk_seconds']:.2f} GB/s")
     print(f"save                   {row['save_seconds']:8.3f} s  {total / row['save_seconds']:.2f} GB/s")
-    print(f"load                   {row['load_seconds']:8.3f} s")
+    print(f"load                   {row['load_seconds']:8.3f} s  {total / row['load_seconds']:.2f} GB/s")
     print(f"on disk {row['disk_bytes']:,} bytes for {row['tensor_bytes']:,} of tensors", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 import onefold
 from onefold.checkpoint.files import Files
 from onefold.plan import NAMED_PLANS
+from onefold.session import session_of
+from onefold.streams import HostLane
 
 
 class Fault(Files):
@@ -68,6 +71,27 @@ class Fault(Files):
         if self._strikes("remove", path):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         super().remove_tree(path)
+
+
+class HeldLane(HostLane):
+    """Copies that are made beside the loop start once `gate` is open; then they fail, if there is a `problem`."""
+
+    def __init__(self, problem=None):
+        self.gate, self._problem, self._home = threading.Event(), problem, threading.get_ident()
+
+    def run(self, launch, **options):
+        if threading.get_ident() != self._home:
+            self.gate.wait()
+            if self._problem is not None:
+                raise self._problem
+        return super().run(launch, **options)
+
+
+def hold_copies(model, problem=None):
+    """Let copies that saves of `model` make beside the loop wait; returns the lane with their gate."""
+    lane = HeldLane(problem)
+    session_of(model, "a test").lanes.down = lane
+    return lane
 
 
 class Small(nn.Module):

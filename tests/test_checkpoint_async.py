@@ -1,5 +1,6 @@
-"""Promise: an asynchronous save holds the moment it was asked for, whatever training does meanwhile; only what rests on
-the host makes the next update wait; saves wait for one another, and so does the end of the program."""
+"""Promise: an asynchronous save holds the moment it was asked for, whatever training does meanwhile; the next update
+waits for copies, and for files only where state rests on the host; saves wait for one another, and so does the end of
+the program."""
 
 import json
 import os
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import checkpoint_ends
 import onefold
-from checkpoint_faults import Fault, Small, SmallRun, after, same
+from checkpoint_faults import Fault, Small, SmallRun, after, hold_copies, same
 from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED
@@ -26,6 +28,9 @@ FP16 = onefold.Precision(params="fp16", loss_scale=onefold.DynamicLossScale(init
 BF16 = onefold.Precision(params="bf16")
 WAYS = {
     "zero_0": ("zero_0", onefold.Precision(), {}),
+    "zero_1 in bf16": ("zero_1", BF16, {}),
+    "zero_2 in fp16": ("zero_2", FP16, {}),
+    "zero_3": ("zero_3", onefold.Precision(), {}),
     "zero_3 in bf16": ("zero_3", BF16, {}),
     "zero_3 in fp16": ("zero_3", FP16, {}),
     "offload": ("offload", onefold.Precision(), {}),
@@ -55,11 +60,22 @@ class Gated(Files):
         self._log.append(("rename", target.name))
 
 
+class Lively(Small):
+    """Changes more in a forward than what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(self.norm(x), 0.2))
+
+
 class WayRun(SmallRun):
     def __init__(self, way, seed=0):
         plan, precision, options = WAYS[way]
         torch.manual_seed(seed)
-        self.model = onefold.shard(Small(), NAMED_PLANS[plan], precision=precision)
+        self.model = onefold.shard(Lively(), NAMED_PLANS[plan], precision=precision)
         self.optimizer = onefold.AdamW(self.model, lr=0.01, eps=1e-4, **options)
         self.step = 0
 
@@ -72,33 +88,44 @@ class WayRun(SmallRun):
         self.step += 1
 
 
-def opening(waits, gate):
-    """The same waits, each of which opens the gate first; whoever does not call them finds it closed."""
+def opening(waits, *gates):
+    """The same waits, each of which opens the gates first; whoever does not call them finds them closed."""
 
     def opened(wait):
-        return lambda: (gate.set(), wait())
+        return lambda: ([gate.set() for gate in gates], wait())
 
     return [opened(wait) for wait in waits]
 
 
+def write_whole(model):
+    """What a script may do to weights that rest whole, at any time."""
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+
+
 def save_beside(rank, num_ranks, directory, way):
     """Saves the same moment at once and beside a step that goes on meanwhile; returns what was seen."""
-    run, files = WayRun(way), Gated([])
+    run, files, note = WayRun(way), Gated([]), torch.arange(3.0)
+    is_on_host, is_whole = WAYS[way][0] in ON_HOST, not NAMED_PLANS[WAYS[way][0]].params.partitioned
     for _ in range(3):
         run.backward()
         run.update()
-    run.save(directory / "at once")
-    saving = run.save(directory / "beside", asynchronous=True, files=files)
-    session = session_of(run.model, "a test")
-    session.readers[:] = opening(session.readers, files.gate)
+    lane, session = hold_copies(run.model), session_of(run.model, "a test")
+    for name, options in (("at once", {}), ("beside", {"asynchronous": True, "files": files})):
+        saving = onefold.save(directory / name, run.model, run.optimizer, extra=note, **options)
+    session.readers[:] = opening(session.readers, lane.gate, *[files.gate] * is_on_host)
+    note.zero_()
+    if is_whole:
+        write_whole(run.model)
     run.backward()
-    open_before = files.gate.is_set()
+    open_before = lane.gate.is_set() or files.gate.is_set()
     run.update()  # hangs if it waits without need
-    open_after = files.gate.is_set()
-    if not open_after:
+    open_after = lane.gate.is_set(), files.gate.is_set()
+    if not is_on_host:
         run.backward()
         run.update()
-    was_done = saving.is_done and not open_after
+    was_done = saving.is_done and not is_on_host
+    lane.gate.set()
     files.gate.set()
     saving.wait()
     return open_before, open_after, was_done
@@ -109,7 +136,7 @@ def save_beside(rank, num_ranks, directory, way):
 def test_what_is_saved_beside_training_is_the_moment_it_was_asked_for(ranks, tmp_path, way, num_ranks):
     for open_before, open_after, was_done in ranks(num_ranks).run(save_beside, tmp_path, way):
         assert not open_before, "the backward pass waited for the save"
-        assert open_after == (WAYS[way][0] in ON_HOST)
+        assert open_after == (True, WAYS[way][0] in ON_HOST)
         assert not was_done
     names = sorted(path.name for path in (tmp_path / "at once").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "beside").iterdir())
@@ -167,14 +194,15 @@ class Late(Files):
 def save_averages(rank, num_ranks, directory, plan):
     """Saves averages, and goes on; returns whether the averages are what was saved."""
     run, files, other = SmallRun(plan), Late(), SmallRun(seed=5)
-    ema = onefold.EMA(run.model, 0.5)
+    ema, lane = onefold.EMA(run.model, 0.5), hold_copies(run.model)
     run.train(2)
     ema.update()
     with ema.applied():
         want = run.state()
         saving = onefold.save(directory / "it", run.model, asynchronous=True, files=files)
         session = session_of(run.model, "a test")
-        session.readers[1:] = opening(session.readers[1:], files.gate)
+        session.readers[1:] = opening(session.readers[1:], lane.gate, files.gate)
+    lane.gate.set()
     files.gate.set()
     saving.wait()
     onefold.load(directory / "it", other.model)
@@ -287,7 +315,7 @@ def test_a_failure_is_told_once_by_wait_or_by_the_next_save(ranks, tmp_path, fai
 PROGRAM = """
 import sys, threading
 sys.path[:0] = {path!r}
-from checkpoint_faults import SmallRun
+from checkpoint_faults import SmallRun, hold_copies
 from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED
@@ -299,8 +327,11 @@ class AfterTheEnd(Files):
 
 run = SmallRun({plan!r})
 run.train(2)
+lane = hold_copies(run.model)
 run.save({target!r}, asynchronous=True, files=AfterTheEnd())
-print("the end")
+is_slow = "torch.distributed.checkpoint" in sys.modules  # it is imported after the copies, when this script has ended
+threading.Thread(target=lambda: (threading.main_thread().join(), lane.gate.set())).start()
+print("waited for an import" if is_slow and {plan!r} == "zero_3" else "the end")
 """
 
 

@@ -88,14 +88,17 @@ def test_an_average_is_saved_and_loaded_at_another_number_of_ranks(ranks, tmp_pa
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
-def test_a_step_inside_is_refused():
+@pytest.mark.parametrize("what", ["a step", "an update"])
+def test_a_change_inside_is_refused(what):
     run = Run(0, 1, "zero_3")
     ema = onefold.EMA(run.model)
+    change = run.optimizer.step if what == "a step" else ema.update
     with ema.applied():
         for _ in range(2):
             with pytest.raises(OptimizerError, match="averages now"):
-                run.optimizer.step()
+                change()
     run.train(1)
+    ema.update()
 
 
 def test_loading_weights_inside_is_refused(tmp_path):

@@ -34,6 +34,7 @@ FLOORS = (
             "peers",
             "cores",
             "worker",
+            "pages",
             "tier",
             "disk",
         ),
@@ -260,9 +261,7 @@ def check_one_rank_is_no_case(module: Module) -> list[str]:
             asks = isinstance(right, ast.Constant) and (operator, right.value) in ASKS_FOR_ONE
             if asks and RANKS.search(last_name(left)):
                 found.add(node.lineno)
-    return [
-        f"line {number}: one rank is not a case; a collective over one rank is the identity" for number in sorted(found)
-    ]
+    return [f"line {number}: one rank is not a case; a collective over it is the identity" for number in sorted(found)]
 
 
 def check_asserts_have_no_effect(module: Module) -> list[str]:

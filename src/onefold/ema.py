@@ -6,7 +6,7 @@ and after it, so it does not keep `step` from returning early. To look at averag
 places, one flat buffer at a time: no second model, no copy of the weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -57,7 +57,12 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights after `optimizer.step()` into the average."""
+        """Take the weights after `optimizer.step()` into the average.
+
+        Raises:
+            OptimizerError: inside `applied`, where the weights are the average.
+        """
+        self._session.finish_readers()  # a save since the step reads the average
         self._tickets = [
             trained.rest.run(partial(_average, trained, average, self.decay), _nothing)
             for _, trained, average in self._averages
@@ -73,14 +78,13 @@ class EMA:
         self._session.runtime.settle()
         self._session.wait_for_readers()
         self._swap()
-        refuse = _refuser(self._session.readers)
-        self._session.readers.append(refuse)
+        self._session.readers.append(_refuse)
         self._session.exchanged.append(self)
         try:
             yield
         finally:
             self._session.exchanged.remove(self)
-            self._session.readers.remove(refuse)
+            self._session.readers.remove(_refuse)
             self._session.wait_for_readers()  # a save that began inside reads the averages
             self._swap()
 
@@ -111,12 +115,8 @@ def _nothing(_: Ticket) -> None:
     """An average is read by nobody who would have to be told."""
 
 
-def _refuser(readers: list[Callable[[], None]]) -> Callable[[], None]:
-    def refuse() -> None:
-        readers.append(refuse)  # whoever asked took it off
-        raise OptimizerError(
-            "the model's weights are averages now, inside `with ema.applied():`; leave it before optimizer.step(), "
-            "load, or gathered(write=True)"
-        )
-
-    return refuse
+def _refuse() -> None:
+    raise OptimizerError(
+        "the model's weights are averages now, inside `with ema.applied():`; leave it before optimizer.step(), "
+        "ema.update(), load, or gathered(write=True)"
+    )

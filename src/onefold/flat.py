@@ -105,8 +105,13 @@ class Flat:
     @property
     def resting_bytes(self) -> int:
         """Bytes of parameters that this rank holds between steps."""
-        shared = self.weight.untyped_storage()._cdata == self.buffer.storage_id
-        return self.buffer.nbytes if shared else self.weight.nbytes
+        return self.buffer.nbytes if self.is_open else self.weight.nbytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `weight` is memory of the parameters themselves: it rests whole, and whoever uses the model can write
+        there."""
+        return bool(self.weight.untyped_storage()._cdata == self.buffer.storage_id)
 
 
 def _checksum(weight: Tensor) -> Tensor:

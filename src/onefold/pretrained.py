@@ -50,7 +50,7 @@ def load_pretrained(model: nn.Module, directory: "str | Path", *, strict: bool =
     session = session_of(model, "onefold.load_pretrained")
     inner = model._modules.get("_orig_mod") or model
     session.come_to_rest("onefold.load_pretrained")
-    session.wait_for_readers()  # a save under way may read what rests on the host
+    session.wait_for_readers()  # a save under way may read what rests here
     path = Path(directory)
     with united(session.comm, "onefold.load_pretrained", (f"directory {path}", f"strict {strict}")) as meet:
         if hasattr(inner, "peft_config"):

@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.comm import Comm
 from onefold.dtypes import Precision
 from onefold.errors import OnefoldError, OptimizerError
+from onefold.pages import Room
 from onefold.plan import Plan, Tier
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import Scaler
+from onefold.streams import Lanes
 from onefold.tier import Storehouse
 
 _ATTRIBUTE = "_onefold_session"
@@ -27,6 +29,7 @@ class Session:
     plan: Plan
     precision: Precision
     device: torch.device
+    lanes: Lanes
     comm: Comm
     houses: Mapping[Tier, Storehouse]
     """Where state rests, by tier."""
@@ -38,14 +41,14 @@ class Session:
     fingerprint: str
     """Plan, shard and geometry in one word: equal where rank-local state can be exchanged."""
     readers: list[Callable[[], None]] = field(default_factory=list)
-    """Waits for those who read resting state beside the loop (a save under way)."""
+    """Waits for those who read state beside the loop (a save under way), or refusals to change it."""
     saves: list[Callable[[], None]] = field(default_factory=list)
     """Waits for the saves under way."""
     exchanged: list[object] = field(default_factory=list)
     """Averages that are in the place of the weights now."""
     optimizer: Callable[[], Any] = lambda: None
     """The optimizer made last for this model; None before there is one, and once it is gone."""
-    room: Tensor | None = None
+    room: Room | None = None
     """Host memory for what a save copies, kept for the next one."""
 
     def describe(self, param: nn.Parameter) -> str:
@@ -74,20 +77,37 @@ class Session:
         Raises:
             CheckpointError: one failed, and nobody heard of it yet.
         """
-        while self.saves:
-            self.saves.pop()()
+        _wait_for(self.saves)
 
     def wait_for_readers(self) -> None:
-        """Come back when resting state may be changed."""
-        while self.readers:
-            self.readers.pop()()
+        """Come back when weights, exact weights and optimizer state may be changed; every rank calls it.
+
+        Raises:
+            OptimizerError: averages are in the place of the weights.
+        """
+        self.finish_readers()
         self.comm.before_change()
+
+    def finish_readers(self) -> None:
+        """Come back when nobody on this rank reads state beside the loop: for what other ranks never see.
+
+        Raises:
+            OptimizerError: averages are in the place of the weights.
+        """
+        _wait_for(self.readers)
 
     def attach(self, model: nn.Module) -> None:
         """Make the session findable from the model and from each of its parameters."""
         object.__setattr__(model, _ATTRIBUTE, self)
         for unit in self.runtime.units:
             unit.adopt(self)
+
+
+def _wait_for(waits: list[Callable[[], None]]) -> None:
+    """Call them, the latest first. One that raises is called again the next time: it may have been interrupted."""
+    while waits:
+        waits[-1]()
+        waits.pop()
 
 
 def owner_session(param: nn.Parameter) -> Session | None:

@@ -156,6 +156,7 @@ def _open_session(
         plan=plan,
         precision=precision,
         device=device,
+        lanes=lanes,
         comm=comm,
         houses=houses,
         cores=cores,

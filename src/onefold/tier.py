@@ -5,12 +5,10 @@ produced. The device tier is where the computation is, so its fetch and store ha
 the other side of a link, and counts what crosses it.
 """
 
-import mmap
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import finalize
 
 import psutil  # type: ignore[import-untyped]
@@ -18,15 +16,13 @@ import torch
 from torch import Tensor
 
 from onefold.errors import HostMemoryError, PlanError
+from onefold.pages import pinned
 from onefold.plan import Plan, Tier
 from onefold.streams import Lanes, Ticket
 from onefold.worker import Worker
 
 _MOST_LEAVING = 3
 """Copies to the host that may be under way at once, each of one unit's gradients."""
-
-_TOUCHED_AT_ONCE = 2**26
-"""Elements that a thread asks the system for."""
 
 
 class Storehouse(Protocol):
@@ -199,32 +195,6 @@ def available_bytes() -> int:
     except (OSError, ValueError):
         return free
     return free if limit == "max" else min(free, int(limit) - used)
-
-
-def pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
-    """Zeros in page-locked memory of exactly this size (torch's own allocator rounds up to powers of two), given back
-    when the last tensor in it is gone."""
-    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to find, to lock and to look up in every update
-    window = memoryview(pages)
-    tensor = torch.frombuffer(window, dtype=dtype, count=numel)
-    stride = mmap.PAGESIZE // dtype.itemsize
-    with ThreadPoolExecutor(num_threads) as pool:  # the system finds pages, full of zeros, as they are first written to
-        list(pool.map(Tensor.zero_, (part[::stride] for part in tensor.split(_TOUCHED_AT_ONCE))))
-    runtime = torch.cuda.cudart()
-    failed = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    if failed:
-        raise HostMemoryError(
-            f"the system refused to lock {tensor.nbytes:,} bytes of host memory (CUDA error {failed}); raise its limit "
-            "(ulimit -l unlimited), or use a plan that keeps less on the host"
-        )
-    # The window dies with the tensor's storage; the pages, held here, outlive their registration.
-    finalize(window, _unlock, runtime, tensor.data_ptr(), pages).atexit = False  # copies may still be under way then
-    return tensor
-
-
-def _unlock(runtime: Any, address: int, pages: mmap.mmap) -> None:
-    runtime.cudaHostUnregister(address)
 
 
 def storehouses(plan: Plan, device: torch.device, lanes: Lanes, cores: Sequence[int]) -> dict[Tier, Storehouse]:

@@ -1,10 +1,18 @@
 """Owns `save` and `load`: what a run needs to go on, in a directory that fits any number of ranks and any plan.
 
 [Note: Saving beside training]
-An asynchronous save copies what rests on the device to the host and returns. What rests on the host is read where it
-is, while the next forward and backward run; the next `optimizer.step` waits until it has been read. Files are written
-by a thread of its own. Ranks tell each other how it went over connections of its own: a script may end, fail, or call
-`destroy_process_group` meanwhile, and the save is finished all the same. A save waits for the one before it.
+Most of what is saved changes only where `Session.wait_for_readers` is called first: in the next `optimizer.step`, and
+in whatever else writes shards, exact weights or optimizer state. So an asynchronous save returns once it knows what to
+save. A thread of its own copies what rests on the device to the host, beside the next forward and backward, and writes
+the files after that. Who calls `wait_for_readers` meanwhile waits for the copies, and not for the files. What rests on
+the host is not copied: files are written from it, and he waits for those. What others may change at any time is copied
+before `save` returns: buffers (a forward changes those of a BatchNorm), what the caller gave, and weights that rest
+whole, which a forward or the script can write. Random states and all else that is no large tensor is text by then.
+
+What is copied is let go at once, should its model be gone. Host memory for the copies is kept for the next save. The
+first one finds and locks it piece by piece, and copies into each piece as it is locked, so that neither the driver nor
+the copies wait for all of it. Ranks tell each other how it went over connections of their own: a script may end, fail,
+or call `destroy_process_group` meanwhile, and the save is finished all the same. A save waits for the one before it.
 """
 
 from functools import partial
@@ -58,7 +66,7 @@ def save(
         extra: what `load` shall return: numbers, strings, tensors and containers of them; rank 0's counts.
         frozen: whether weights that are not trained are saved too; without them, load with `strict=False`.
         keep_last: how many checkpoints to keep beside and including this one; older ones are removed afterwards.
-        asynchronous: return when training may go on, and write beside it. See [Note: Saving beside training].
+        asynchronous: return at once, copy and write beside the next steps. See [Note: Saving beside training].
         progress: show a bar on a terminal (rank 0, with `rich` installed).
         files: the file operations to use.
 

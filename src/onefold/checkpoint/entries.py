@@ -12,6 +12,7 @@ an update.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import prod
 
 import torch
@@ -29,6 +30,14 @@ from onefold.session import Session
 from onefold.update import FlatUpdate
 
 
+class Reading(Enum):
+    """When a save beside training reads, by who may change the memory meanwhile."""
+
+    AT_ONCE = "before `save` returns: a forward, or the user, may write there at any time"
+    BEFORE_STEP = "before the next update, or another operation of ours that says so, changes it"
+    IN_PLACE = "as BEFORE_STEP, but from where it rests, on the host, into files"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """Elements [start, stop) of one tensor of the checkpoint, in row-major order, which this rank writes or reads."""
@@ -42,8 +51,7 @@ class Entry:
     """The values of elements [a, b) of the tensor: 1-D, on any device, perhaps the resting memory itself."""
     write: Callable[[int, Tensor], None]
     """Put values (1-D, on the host) where the elements from the given one on rest."""
-    is_still: bool
-    """Whether the memory behind it stays as it is until the optimizer's next step: it rests on the host."""
+    reading: Reading
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +114,7 @@ def whole_entry(key: str, tensor: Tensor) -> Entry:
         stop=prod(shape),
         read=read,
         write=write,
-        is_still=False,
+        reading=Reading.AT_ONCE,
     )
 
 
@@ -139,7 +147,8 @@ def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> 
 def _weights(flat: Flat) -> Iterator[tuple[int, Entry]]:
     trained = flat.trained
     master: Master = OwnMaster(flat.weight) if trained is None else trained.master
-    tier = (flat if trained is None else trained).rest.tier
+    is_open = flat.is_open and not flat.has_twin
+    reading = Reading.AT_ONCE if is_open else _hidden((flat if trained is None else trained).rest.tier)
     for piece in flat.pieces:
         yield (
             piece.slot,
@@ -151,7 +160,7 @@ def _weights(flat: Flat) -> Iterator[tuple[int, Entry]]:
                 stop=piece.slot_start + piece.numel,
                 read=_master_reader(master, piece.start - piece.slot_start),
                 write=_master_writer(master, piece.start - piece.slot_start),
-                is_still=tier == Tier.HOST,
+                reading=reading,
             ),
         )
 
@@ -168,7 +177,7 @@ def _states(update: FlatUpdate) -> Iterator[tuple[int, Entry]]:
                 stop=part.first + part.tensor.numel(),
                 read=part_reader(part.tensor, part.first),
                 write=_writer(part.tensor, part.first),
-                is_still=update.tier == Tier.HOST,
+                reading=_hidden(update.tier),
             ),
         )
 
@@ -186,9 +195,14 @@ def _averages(flat: Flat, trained: Trained, average: Tensor) -> Iterator[tuple[i
                 stop=piece.slot_start + piece.numel,
                 read=part_reader(part, piece.slot_start),
                 write=_writer(part, piece.slot_start),
-                is_still=trained.rest.tier == Tier.HOST,
+                reading=_hidden(trained.rest.tier),
             ),
         )
+
+
+def _hidden(tier: Tier) -> Reading:
+    """Of memory that nobody finds but through us."""
+    return Reading.IN_PLACE if tier == Tier.HOST else Reading.BEFORE_STEP
 
 
 def _master_reader(master: Master, offset: int) -> Callable[[int, int], Tensor]:
@@ -201,6 +215,20 @@ def _master_writer(master: Master, offset: int) -> Callable[[int, Tensor], None]
         part.store(values.to(part.load().device))
 
     return write
+
+
+def copy_of(entry: Entry, copy: Tensor) -> Entry:
+    """What can be written from `copy`, the entry's values (1-D) in memory of the host's that nothing changes."""
+    return replace(entry, read=part_reader(copy, entry.start), write=read_only, reading=Reading.IN_PLACE)
+
+
+def read_only(start: int, values: Tensor) -> None:
+    """Of what is there to be read.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError("it is a copy, or a file, that is only read")
 
 
 def part_reader(tensor: Tensor, first: int) -> Callable[[int, int], Tensor]:

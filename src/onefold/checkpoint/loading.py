@@ -23,8 +23,9 @@ from onefold.checkpoint.entries import Entry, buffer_entries, kept_entries, para
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED, file_of, understood
 from onefold.checkpoint.plans import EntryLoadPlanner
-from onefold.checkpoint.saving import alone_is_fine, as_ours, failure
+from onefold.checkpoint.saving import as_ours
 from onefold.checkpoint.storage import Reader
+from onefold.checkpoint.writing import alone_is_fine, failure
 from onefold.comm import Comm
 from onefold.ema import EMA
 from onefold.errors import CheckpointError, OptimizerError

@@ -3,31 +3,27 @@
 import logging
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from typing import TYPE_CHECKING, Any
 
 from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
-from onefold.checkpoint.copies import copied, room_for
+from onefold.checkpoint.copies import Copies, room_for
 from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.plans import EntrySavePlanner
-from onefold.checkpoint.storage import Part, Writer, hold_together
 from onefold.comm import LocalComm
 from onefold.conversation import Conversation
 from onefold.errors import CheckpointError, OnefoldError
 from onefold.session import Session
+
+if TYPE_CHECKING:
+    from onefold.checkpoint.storage import Part
 
 
 class Saving:
@@ -35,7 +31,9 @@ class Saving:
 
     Attributes:
         path: where the checkpoint will be.
-        stall_s: seconds that `save` kept the loop waiting.
+        stall_s: seconds that this rank's loop was kept waiting so far: in `save`, and later until what is copied could
+            be changed (in the next `optimizer.step`, say), whether or not the device still computed what was queued.
+            That a forward or backward beside copies may be slower is not in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,16 +41,12 @@ class Saving:
         self.stall_s = 0.0
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
+        self._free = threading.Event()
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._thread is None or not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Come back when it has ended, well or not."""
-        if self._thread is not None:
-            self._thread.join()
 
     def wait(self) -> None:
         """Come back when the checkpoint is there.
@@ -60,10 +54,23 @@ class Saving:
         Raises:
             CheckpointError: it could not be written, here or on another rank; those before it are as they were.
         """
-        self.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem
+
+    def free(self) -> None:
+        """What is saved is not read where it rests any more."""
+        self._free.set()
+
+    def wait_until_free(self) -> None:
+        """Come back when what is saved may be changed, or the save has ended, well or not."""
+        begun = time.perf_counter()
+        try:
+            self._free.wait()
+        finally:
+            self.stall_s += time.perf_counter() - begun
 
     def start(self, work: Callable[[], None]) -> None:
         """Do the work on a thread of its own."""
@@ -74,9 +81,16 @@ class Saving:
             except BaseException as error:
                 self._problem = error
                 logging.getLogger("onefold").error("%s", error)  # it is raised later, perhaps much later
+            finally:
+                self.free()
 
         self._thread = threading.Thread(target=run, name=f"onefold save {self.path.name}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no more threads
+            self._thread = None
+            self.free()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +122,42 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        entries = agree(partial(as_ours, lambda: _readable(session, found.entries, wishes)))
+        copies: Copies | None = agree(partial(as_ours, lambda: _copies(session, found.entries, wishes)))
     except BaseException:
         if workplace is not None:
             workplace.abandon()
         raise
-    contents = replace(found, entries=entries)
-    work = _Work(target=target, directory=directory, workplace=workplace, contents=contents, talk=talk, wishes=wishes)
-    if wishes.asynchronous:
-        saving.start(work.run)
+    work = _Work(target=target, directory=directory, workplace=workplace, contents=found, talk=talk, wishes=wishes)
+    if copies is not None:
+        contents = replace(found, entries=copies.entries)
+        work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving))
         session.saves.append(saving.wait)
-        if any(entry.is_still for entry in entries):
-            session.readers.append(saving.join)
+        session.readers.append(saving.wait_until_free)
+        saving.start(work.run)
     else:
         work.run()
-    saving.stall_s = time.perf_counter() - begun
+    saving.stall_s += time.perf_counter() - begun
     return saving
+
+
+def _copies(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Copies | None:
+    """For a save beside training: copies of all that is not read in place, of which those that cannot wait are made."""
+    if not wishes.asynchronous:
+        return None
+    session.room = room_for(entries, session.device, session.room, -(-len(session.cores) // 2))
+    copies = Copies(entries, session.device, session.lanes, session.room)
+    copies.make_at_once()
+    return copies
+
+
+def _copy_beside(copies: Copies, saving: Saving) -> None:
+    copies.make_beside()
+    if copies.are_all:
+        saving.free()
+
+
+def _nothing() -> None:
+    """For contents that can be read as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +172,8 @@ class _Work:
     contents: Contents
     talk: Conversation
     wishes: Wishes
+    prepare: Callable[[], None] = _nothing
+    """Makes the contents readable."""
     title: str = "saving"
 
     def run(self) -> None:
@@ -156,39 +192,40 @@ class _Work:
     def _run(self) -> None:
         problem: BaseException | None = None
         try:
+            self.prepare()
             mine: Part | str = self._write()
         except BaseException as error:  # to be raised once the others know
-            mine, problem = _story(error), error
+            mine, problem = str(error) or repr(error), error
         try:
             stories = self.talk.broadcast(self._finished(mine))
         except RuntimeError as error:
             stories = {self.talk.rank: f"rank 0 is gone, and whether the checkpoint is there is not known ({error})"}
-        if problem is not None and not isinstance(problem, Exception | CheckpointException):
+        if problem is not None and not isinstance(problem, Exception):
             raise problem
         if stories:
             told = "; ".join(f"rank {rank}: {story}" for rank, story in sorted(stories.items()))
             what = f"the checkpoint {self.target.name!r} was not written (this is rank {self.talk.rank})"
             raise CheckpointError(f"{what}. {told}") from problem
 
-    def _write(self) -> Part:
-        rank, entries = self.talk.rank, self.contents.entries
-        total = sum(entry.nbytes for entry in entries)
-        with bar(self.title, total, self.wishes.progress and rank == 0) as advance, alone_is_fine():
-            writer = Writer(self.directory, rank, self.contents.own, self.wishes.files, advance)
-            # Each rank for itself: were it to use torch's groups, destroy_process_group would end a save under way.
-            dcp_save({}, storage_writer=writer, planner=EntrySavePlanner(entries), no_dist=True)
-        return writer.parts[0]
+    def _write(self) -> "Part":
+        from onefold.checkpoint.writing import write_part  # half a second, the first time: not while training waits
 
-    def _finished(self, mine: Part | str) -> dict[int, str]:
+        rank, total = self.talk.rank, sum(entry.nbytes for entry in self.contents.entries)
+        with bar(self.title, total, self.wishes.progress and rank == 0) as advance:
+            return write_part(self.directory, rank, self.contents, self.wishes.files, advance)
+
+    def _finished(self, mine: "Part | str") -> dict[int, str]:
         """What went wrong, by rank, as rank 0 sees it; nothing if the checkpoint is there."""
         try:
             parts = self.talk.gather(mine)
             stories = {rank: each for rank, each in enumerate(parts) if isinstance(each, str)}
             if self.workplace is not None and not stories:
+                from onefold.checkpoint.storage import hold_together
+
                 hold_together(self.directory, self.contents.shared, parts, self.wishes.files)
                 self.workplace.commit(self.wishes.keep_last)
         except Exception as error:
-            return {self.talk.rank: _story(error)}
+            return {self.talk.rank: str(error) or repr(error)}
         return stories
 
 
@@ -210,30 +247,6 @@ def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) ->
         title=title,
     )
     work.run()
-
-
-@contextmanager
-def alone_is_fine() -> Iterator[None]:
-    """torch.distributed.checkpoint warns one rank without a process group that it is alone, which is no surprise."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized", UserWarning)
-        yield
-
-
-def _story(error: BaseException) -> str:
-    """What other ranks hear of an error."""
-    found = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return "; ".join(str(each) or repr(each) for each in found)
-
-
-def failure(error: BaseException, what: str, rank: int) -> BaseException:
-    """What a rank should raise for what torch.distributed.checkpoint raised."""
-    if isinstance(error, CheckpointException):
-        stories = [f"rank {at}: {problem[0]}" for at, problem in sorted(error.failures.items())]
-        return CheckpointError(f"{what} (this is rank {rank}). {'; '.join(stories)}")
-    if isinstance(error, Exception) and not isinstance(error, OnefoldError):
-        return CheckpointError(f"{what} (this is rank {rank}): {error}")
-    return error
 
 
 def as_ours(attempt: Callable[[], Any], kind: type[CheckpointError] = CheckpointError) -> Any:
@@ -262,14 +275,6 @@ def _vacant(target: Path, files: Files) -> Workplace:
     if (target.parent / MANIFEST).exists():
         raise CheckpointError(f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed")
     return Workplace(target, files)
-
-
-def _readable(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Sequence[Entry]:
-    """What is to be written, so that it can be read for as long as the save takes."""
-    if not wishes.asynchronous:
-        return entries
-    session.room = room_for(entries, session.device, session.room, len(session.cores))
-    return copied(entries, session.device, session.room)
 
 
 def _see(directory: Path, rank: int) -> None:

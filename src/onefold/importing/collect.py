@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_name, encode
 from onefold.checkpoint.contents import Aside, Contents, empty_buffers, stamp
-from onefold.checkpoint.entries import Entry, buffer_entries
+from onefold.checkpoint.entries import Entry, Reading, buffer_entries, read_only
 from onefold.errors import CheckpointError
 from onefold.importing.deepspeed import Row, Source, reader
 
@@ -206,9 +206,12 @@ def _entries(source: Source) -> Iterator[Entry]:
 
 def _entry(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]) -> Entry:
     return Entry(
-        key=key, shape=shape, dtype=dtype, start=0, stop=prod(shape), read=read, write=_read_only, is_still=True
+        key=key,
+        shape=shape,
+        dtype=dtype,
+        start=0,
+        stop=prod(shape),
+        read=read,
+        write=read_only,
+        reading=Reading.IN_PLACE,
     )
-
-
-def _read_only(start: int, values: Tensor) -> None:
-    raise NotImplementedError("a file of DeepSpeed's is not written")
