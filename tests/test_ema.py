@@ -6,6 +6,7 @@ import torch
 import onefold
 from checkpoint_models import PLANS, Run, equal
 from onefold.errors import OptimizerError
+from onefold.session import session_of
 
 DECAY = 0.75
 
@@ -99,6 +100,36 @@ def test_a_change_inside_is_refused(what):
                 change()
     run.train(1)
     ema.update()
+
+
+@pytest.mark.parametrize("plan", ["zero_2", "offload"])
+def test_what_is_written_into_an_average_inside_stays_in_it(plan):
+    run = Run(0, 1, plan)
+    ema = onefold.EMA(run.model)
+    trained = [param for param in run.model.parameters() if param.requires_grad]
+    before = run.state()
+    with ema.applied(), torch.no_grad():
+        for param in trained:
+            param.zero_()
+    assert equal(run.state(), before)
+    with ema.applied():
+        assert not any(param.any() for param in trained)
+
+
+def test_leaving_that_is_interrupted_leaves_the_average_in_place_and_changes_refused():
+    run, is_left = Run(0, 1, "zero_3"), []
+
+    def interrupt():
+        if not is_left:
+            is_left.append(True)
+            raise KeyboardInterrupt
+
+    ema = onefold.EMA(run.model)
+    with pytest.raises(KeyboardInterrupt), ema.applied():
+        session_of(run.model, "a test").readers.append(interrupt)
+    for change in (run.optimizer.step, ema.update):
+        with pytest.raises(OptimizerError, match="averages now"):
+            change()
 
 
 def test_loading_weights_inside_is_refused(tmp_path):

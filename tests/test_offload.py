@@ -237,6 +237,25 @@ def test_what_is_written_between_steps_stays(ranks, table, precision, is_gathere
     ranks(2).run(written, TABLES[table], PRECISIONS[precision], is_gathered)
 
 
+def written_and_saved(rank, num_ranks, directory, plan, precision):
+    model = onefold.shard(build(Stack), plan, precision=precision)
+    optimizer = onefold.SGD(model, lr=0.1)
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    clamped(model)
+    want = tensors(model)
+    onefold.save(directory / "it", model, optimizer)
+    other = onefold.shard(build(Stack, 7), plan, precision=precision)
+    onefold.load(directory / "it", other)
+    same(weights(other), want, 0)
+
+
+@pytest.mark.parametrize("table", [name for name in TABLES if not TABLES[name].params.partitioned])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_written_after_a_step_is_saved(ranks, tmp_path, table, precision):
+    ranks(2).run(written_and_saved, tmp_path, TABLES[table], PRECISIONS[precision])
+
+
 def saved_and_loaded(rank, num_ranks, plan):
     ends = []
     for is_resumed in (False, True):

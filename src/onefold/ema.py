@@ -37,7 +37,7 @@ class EMA:
             raise OptimizerError(f"decay={decay!r}: give a number in [0, 1), such as 0.999")
         self.decay = decay
         self._session = session_of(model, "an EMA")
-        self._session.runtime.catch_up()
+        self._session.catch_up()
         self._averages: list[tuple[Flat, Trained, Tensor]] = []
         self._tickets: list[Ticket] = []
         for flat, trained in (pair for unit in self._session.runtime.units for pair in unit.trained_flats):
@@ -83,16 +83,20 @@ class EMA:
         try:
             yield
         finally:
-            self._session.exchanged.remove(self)
             self._session.readers.remove(_refuse)
-            self._session.wait_for_readers()  # a save that began inside reads the averages
+            try:
+                self._session.wait_for_readers()  # a save that began inside reads the averages
+            except BaseException:  # interrupted: the weights are still the averages
+                self._session.readers.insert(0, _refuse)
+                raise
+            self._session.exchanged.remove(self)
             self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:
         """Let weights and averages change places."""
         self._wait()
-        self._session.runtime.catch_up()
+        self._session.catch_up()
         for flat, trained, average in self._averages:
             flat.arrival.wait_on_host()
             exact = trained.master.load().clone()

@@ -101,6 +101,7 @@ class Flat:
         if self.trained is not None and self.has_twin:
             self.trained.rest.store(self.trained.weight, self.weight).wait_on_host()
             self.trained.master.store(self.trained.master.load())
+            self.checksum = _checksum(self.weight)
 
     @property
     def resting_bytes(self) -> int:

@@ -118,7 +118,7 @@ class Optimizer(torch.optim.Optimizer):
         session.wait_for_readers()
         session.runtime.finish_updates()
         session.runtime.check_bound()
-        self._take_written()
+        session.take_written()
         session.runtime.catch_up()
         active = session.reducer.flush(self._settings())
         norm = self._global_norm()
@@ -173,23 +173,6 @@ class Optimizer(torch.optim.Optimizer):
             unit.refresh(started)
         for unit, _ in self._work:
             unit.wait_refreshed()
-
-    def _take_written(self) -> None:
-        """Let updates that run away from the device start from what the user wrote into whole parameters since.
-
-        Raises:
-            OptimizerError: an update of what was written is under way, and would be lost.
-        """
-        pairs = [(flat, flat.written_since()) for unit, _ in self._work for flat in unit.flats]
-        flats, flags = [flat for flat, flag in pairs if flag is not None], [f for _, f in pairs if f is not None]
-        for flat, is_written in zip(flats, torch.stack(flags).tolist() if flags else (), strict=True):
-            if is_written and flat.late is not None:
-                raise OptimizerError(
-                    f"parameters of {flat.names[0]!r}'s unit were written while their delayed update was under way; "
-                    "write inside `with onefold.gathered(model, write=True):`, which waits for it"
-                )
-            if is_written:
-                flat.take_written()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters and free their memory (`set_to_none` is always meant)."""

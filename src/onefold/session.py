@@ -62,14 +62,46 @@ class Session:
 
         Raises:
             OnefoldError: inside `gathered`, where weights may be written that are not kept yet; `what` needs it.
+            OptimizerError: see `take_written`.
         """
         self.runtime.settle()
-        self.runtime.catch_up()
-        self.reducer.finish()
         if any(unit.pins for unit in self.runtime.units):
             raise OnefoldError(
                 f"{what} inside `with onefold.gathered(...)`: leave it first, so that its writes are kept"
             )
+        self.catch_up()
+        self.reducer.finish()
+
+    def catch_up(self) -> None:
+        """Let exact weights, wherever they rest, be those after the latest step, and what was written since.
+
+        Raises:
+            OptimizerError: see `take_written`.
+        """
+        self.runtime.finish_updates()
+        self.take_written()
+        self.runtime.catch_up()
+
+    def take_written(self) -> None:
+        """Let state that rests away from whole parameters have what was written into them since. Updates under way are
+        finished before.
+
+        Raises:
+            OptimizerError: an update of what was written is under way, and would be lost; or averages are in the place
+                of the weights.
+        """
+        whole = [flat for unit in self.runtime.units for flat in unit.flats if flat.is_open]
+        pairs = [(flat, flat.written_since()) for flat in whole]
+        flats, flags = [flat for flat, flag in pairs if flag is not None], [f for _, f in pairs if f is not None]
+        for flat, is_written in zip(flats, torch.stack(flags).tolist() if flags else (), strict=True):
+            if is_written and flat.late is not None:
+                raise OptimizerError(
+                    f"parameters of {flat.names[0]!r}'s unit were written while their delayed update was under way; "
+                    "write inside `with onefold.gathered(model, write=True):`, which waits for it"
+                )
+            if is_written:
+                self.finish_readers()  # no other rank sees what changes here
+                flat.take_written()
 
     def wait_for_saves(self) -> None:
         """Come back when no save is under way.
