@@ -3,6 +3,10 @@ does; a copy that fails is told where the save is waited for; what was copied is
 """
 
 import gc
+import mmap
+import os
+import threading
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -15,6 +19,7 @@ import onefold
 from checkpoint_faults import SmallRun, after, hold_copies, same
 from onefold.checkpoint.copies import Copies
 from onefold.checkpoint.entries import Reading, whole_entry
+from onefold.checkpoint.files import Files
 from onefold.errors import CheckpointError, HostMemoryError
 from onefold.pages import PIECE_BYTES, LockedRoom, Pages, PlainRoom
 from onefold.session import session_of
@@ -173,6 +178,55 @@ def test_a_wait_that_was_interrupted_is_still_to_be_waited_for(ranks, tmp_path):
     assert ranks(1).run(interrupt_a_wait, tmp_path) == [([(True, False), True] * 2, True)]
 
 
+class SlowDisk(Files):
+    """Takes what is written at once, and brings it to the disk only once `gate` is open."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def sync(self, file):
+        self.gate.wait()
+        super().sync(file)
+
+
+def train_before_the_disk(rank, num_ranks, directory, plan):
+    """Trains while nothing is on the disk yet; hangs if a step waits for that."""
+    run, files, other = SmallRun(plan), SlowDisk(), SmallRun(seed=5)
+    run.train(2)
+    saving = run.save(directory / "it", asynchronous=True, files=files)
+    run.train(2)
+    was_done = saving.is_done
+    files.gate.set()
+    saving.wait()
+    return was_done, other.load(directory / "it"), same(other.state(), after(2, plan))
+
+
+@pytest.mark.parametrize("plan", ["zero_1", "offload", "offload_3"])
+def test_training_does_not_wait_for_the_disk(ranks, tmp_path, plan):
+    assert ranks(2).run(train_before_the_disk, tmp_path, plan) == [(False, 2, True)] * 2
+
+
+def save_without_a_thread(rank, num_ranks, directory, which):
+    run, start = SmallRun(), threading.Thread.start
+
+    def refuse(thread):
+        if rank == which and thread.name.startswith("onefold save"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with patch.object(threading.Thread, "start", refuse):
+        saving = run.save(directory / "it", asynchronous=True)
+    run.train()
+    saving.wait()
+    other = SmallRun(seed=5)
+    return other.load(directory / "it"), same(other.state(), after(0))
+
+
+@pytest.mark.parametrize(("which", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_a_rank_that_gets_no_thread_saves_before_it_goes_on(ranks, tmp_path, which, num_ranks):
+    assert ranks(num_ranks).run(save_without_a_thread, tmp_path, which) == [(0, True)] * num_ranks
+
+
 def drop_while_writing(rank, num_ranks, directory):
     """Whether shards are there once they are copied, with nobody but a save under way to hold them."""
     run, files = SmallRun(), Gated([])
@@ -260,3 +314,25 @@ def test_room_is_locked_once_in_whole_pieces_as_far_as_it_is_reached():
             room.reach(nbytes)
     assert locked == [(0, 4 * PIECE_BYTES), (4 * PIECE_BYTES, nbytes)]
     assert not room.whole.any()
+
+
+def test_what_is_forked_has_nothing_of_the_room_and_loses_nothing_with_it():
+    nbytes = 2**24
+    pages = Pages(nbytes)
+    place = pages.whole.fill_(1).data_ptr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork where there are threads: it needs none
+        forked = os.fork()
+    if not forked:
+        code = 1
+        try:
+            mine = [mmap.mmap(-1, nbytes) for _ in range(8)]  # one of them will be where the room was
+            if any(torch.frombuffer(each, dtype=torch.uint8).data_ptr() == place for each in mine):
+                del pages
+                for each in mine:
+                    each.write(bytes(nbytes))  # none of them has gone with it
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert pages.whole.all()

@@ -2,7 +2,9 @@
 saves copy into. Memory is first found, by several threads, and then locked: as a whole, or in pieces beside other work.
 """
 
+import atexit
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -21,7 +23,8 @@ _LOCKED_AT_ONCE = 4 * PIECE_BYTES
 
 
 class Pages:
-    """Host memory, none of which is locked at first; given back when the last tensor in it is gone.
+    """Host memory, none of which is locked at first; given back when the last tensor in it is gone. Processes that are
+    forked do not have it.
 
     Attributes:
         whole: all of it, [nbytes] of uint8, zeros.
@@ -30,12 +33,13 @@ class Pages:
     def __init__(self, nbytes: int) -> None:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to find, to lock and to look up in every update
+        pages.madvise(mmap.MADV_DONTFORK)  # a fork (of a loader's workers) would copy all that is locked
         window = memoryview(pages)
         self.whole = torch.frombuffer(window, dtype=torch.uint8)
         self._unlocks: list[Callable[[], object]] = []
         # The window dies with the tensor's storage; the pages, held here, outlive their registrations. Copies may still
         # be under way at exit.
-        finalize(window, _unlock, self._unlocks, pages).atexit = False
+        finalize(window, _let_go, self._unlocks, pages, os.getpid()).atexit = False
 
     def find(self, num_threads: int) -> "Sequence[Future[Tensor]]":
         """Have threads find all of it; returns one future for every `PIECE_BYTES` bytes, in order."""
@@ -62,7 +66,10 @@ class Pages:
         self._unlocks.append(partial(runtime.cudaHostUnregister, address))
 
 
-def _unlock(unlocks: Sequence[Callable[[], object]], pages: mmap.mmap) -> None:
+def _let_go(unlocks: Sequence[Callable[[], object]], pages: mmap.mmap, owner: int) -> None:
+    if os.getpid() != owner:
+        atexit.register(len, pages)  # forked: others have its addresses here by now, so it is never unmapped
+        return
     for unlock in unlocks:
         unlock()
 

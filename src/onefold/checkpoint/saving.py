@@ -56,8 +56,8 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
+        problem, self._problem = self._problem, None  # one of those who wait hears it
+        if problem is not None:
             raise problem
 
     def free(self) -> None:
@@ -73,7 +73,7 @@ class Saving:
             self.stall_s += time.perf_counter() - begun
 
     def start(self, work: Callable[[], None]) -> None:
-        """Do the work on a thread of its own."""
+        """Do the work on a thread of its own; here, if the system has no more threads: other ranks do theirs."""
 
         def run() -> None:
             try:
@@ -87,10 +87,10 @@ class Saving:
         self._thread = threading.Thread(target=run, name=f"onefold save {self.path.name}")
         try:
             self._thread.start()
-        except RuntimeError:  # the system has no more threads
+        except RuntimeError as error:
             self._thread = None
-            self.free()
-            raise
+            logging.getLogger("onefold").warning("%s is not saved beside training: %s", self.path, error)
+            run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     work = _Work(target=target, directory=directory, workplace=workplace, contents=found, talk=talk, wishes=wishes)
     if copies is not None:
         contents = replace(found, entries=copies.entries)
-        work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving))
+        work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving), release=saving.free)
         session.saves.append(saving.wait)
         session.readers.append(saving.wait_until_free)
         saving.start(work.run)
@@ -174,6 +174,8 @@ class _Work:
     wishes: Wishes
     prepare: Callable[[], None] = _nothing
     """Makes the contents readable."""
+    release: Callable[[], None] = _nothing
+    """Told once they have been read, perhaps long before they are on the disk."""
     title: str = "saving"
 
     def run(self) -> None:
@@ -211,8 +213,17 @@ class _Work:
         from onefold.checkpoint.writing import write_part  # half a second, the first time: not while training waits
 
         rank, total = self.talk.rank, sum(entry.nbytes for entry in self.contents.entries)
+        left = total
+
+        def progress(nbytes: int) -> None:
+            nonlocal left
+            left -= nbytes
+            advance(nbytes)
+            if not left:
+                self.release()
+
         with bar(self.title, total, self.wishes.progress and rank == 0) as advance:
-            return write_part(self.directory, rank, self.contents, self.wishes.files, advance)
+            return write_part(self.directory, rank, self.contents, self.wishes.files, progress)
 
     def _finished(self, mine: "Part | str") -> dict[int, str]:
         """What went wrong, by rank, as rank 0 sees it; nothing if the checkpoint is there."""
