@@ -23,7 +23,7 @@ from onefold.plan import legal_plans
 from onefold.refreshes import _PATIENCE_S
 from onefold.session import session_of
 from onefold.streams import HostLanes
-from onefold.tier import Host
+from onefold.tier import Host, available_bytes
 from ranks import Stack, Turn, build, same, tensors, weights
 
 TABLES = {
@@ -327,6 +327,15 @@ def test_no_rank_is_left_in_a_collective_when_a_script_ends_after_a_step(ranks, 
 def test_memory_that_is_not_there_is_an_error():
     with pytest.raises(HostMemoryError, match=r"needs [\d,]+ more bytes of host memory and [\d,]+ are available"):
         Host(torch.device("cpu"), HostLanes(), [0]).allocate(2**50, torch.float32)
+
+
+def test_files_that_were_read_do_not_count_as_memory_in_use(tmp_path):
+    stat = "anon 300\nactive_file 400\ninactive_file 200\n"
+    for name, text in {"max": "1000\n", "current": "900\n", "stat": stat}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert available_bytes(tmp_path) == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 1000
 
 
 def test_a_tier_that_is_not_built_is_named():

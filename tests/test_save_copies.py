@@ -5,6 +5,7 @@ does; a copy that fails is told where the save is waited for; what was copied is
 import gc
 import mmap
 import os
+import re
 import threading
 import warnings
 from contextlib import nullcontext
@@ -176,6 +177,21 @@ def interrupt():
 
 def test_a_wait_that_was_interrupted_is_still_to_be_waited_for(ranks, tmp_path):
     assert ranks(1).run(interrupt_a_wait, tmp_path) == [([(True, False), True] * 2, True)]
+
+
+def save_too_much(rank, num_ranks, directory):
+    """Saves what no machine has memory to copy, then less."""
+    run, other = SmallRun(), SmallRun(seed=5)
+    with pytest.raises(CheckpointError) as caught:
+        onefold.save(directory / "it", run.model, extra=torch.zeros(1).expand(2**50), asynchronous=True)
+    run.save(directory / "it", asynchronous=True).wait()
+    return str(caught.value), other.load(directory / "it"), list(map(str, directory.iterdir()))
+
+
+def test_copies_for_which_there_is_no_memory_are_refused_before_they_are_made(ranks, tmp_path):
+    for said, step, names in ranks(2).run(save_too_much, tmp_path):
+        assert re.search(r"take [\d,]{20,} more bytes .* asynchronous=False", said)
+        assert (step, names) == (0, [str(tmp_path / "it")])
 
 
 class SlowDisk(Files):

@@ -186,13 +186,15 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
     return launch
 
 
-def available_bytes() -> int:
+def available_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Host memory that this process can still take: what the machine has, or what its control group leaves."""
     free = int(psutil.virtual_memory().available)
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= int(counts["active_file"]) + int(counts["inactive_file"])  # of files that were read: given up first
+    except (OSError, ValueError, KeyError):
         return free
     return free if limit == "max" else min(free, int(limit) - used)
 

@@ -5,9 +5,9 @@ Most of what is saved changes only where `Session.wait_for_readers` is called fi
 in whatever else writes shards, exact weights or optimizer state. So an asynchronous save returns once it knows what to
 save. A thread of its own copies what rests on the device to the host, beside the next forward and backward, and writes
 the files after that. Who calls `wait_for_readers` meanwhile waits for the copies, and not for the files. What rests on
-the host is not copied: files are written from it, and he waits until it is read. What others may change at any time is copied
-before `save` returns: buffers (a forward changes those of a BatchNorm), what the caller gave, and weights that rest
-whole, which a forward or the script can write. Random states and all else that is no large tensor is text by then.
+the host is not copied: files are written from it, and he waits until it is read. What others may change at any time is
+copied before `save` returns: buffers (a forward changes those of a BatchNorm), what the caller gave, and weights that
+rest whole, which a forward or the script can write. Random states and all else that is no large tensor is text by then.
 
 What is copied is let go at once, should its model be gone. Host memory for the copies is kept for the next save. The
 first one finds and locks it piece by piece, and copies into each piece as it is locked, so that neither the driver nor

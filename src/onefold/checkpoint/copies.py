@@ -20,12 +20,14 @@ _ALIGN_BYTES = 64
 _MOST_UNDER_WAY = 8
 
 
-def room_for(entries: Sequence[Entry], device: torch.device, have: Room | None, num_threads: int) -> Room:
-    """Room for the copies of these entries: `have` if it is enough."""
-    needed = sum(map(_room_of, entries))
-    if have is not None and len(have.whole) >= needed:
-        return have
-    return LockedRoom(needed, num_threads) if device.type == "cuda" and needed else PlainRoom(needed)
+def room_bytes(entries: Sequence[Entry]) -> int:
+    """What the copies of these entries take."""
+    return sum(map(_room_of, entries))
+
+
+def new_room(nbytes: int, device: torch.device, num_threads: int) -> Room:
+    """Room for copies of what is on `device`."""
+    return LockedRoom(nbytes, num_threads) if device.type == "cuda" and nbytes else PlainRoom(nbytes)
 
 
 class Copies:

@@ -1,9 +1,10 @@
 """Owns `save`'s work: a place to write, copies to write from, and the writing, now or beside the next steps."""
 
 import logging
+import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
-from onefold.checkpoint.copies import Copies, room_for
+from onefold.checkpoint.copies import Copies, new_room, room_bytes
 from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.comm import LocalComm
 from onefold.conversation import Conversation
-from onefold.errors import CheckpointError, OnefoldError
+from onefold.errors import CheckpointError, HostMemoryError, OnefoldError
 from onefold.session import Session
+from onefold.tier import available_bytes
 
 if TYPE_CHECKING:
     from onefold.checkpoint.storage import Part
@@ -122,7 +124,9 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     try:
         directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
         agree(lambda: _see(directory, session.comm.rank))
-        copies: Copies | None = agree(partial(as_ours, lambda: _copies(session, found.entries, wishes)))
+        more = _by_machine(session, _more_room(session, room_bytes(found.entries)) if wishes.asynchronous else 0)
+        make = partial(_copies, session, found.entries, more) if wishes.asynchronous else _nothing
+        copies: Copies | None = agree(partial(as_ours, make))
     except BaseException:
         if workplace is not None:
             workplace.abandon()
@@ -140,14 +144,43 @@ def save(session: Session, target: Path, collect: Callable[[], Contents], wishes
     return saving
 
 
-def _copies(session: Session, entries: Sequence[Entry], wishes: Wishes) -> Copies | None:
-    """For a save beside training: copies of all that is not read in place, of which those that cannot wait are made."""
-    if not wishes.asynchronous:
-        return None
-    session.room = room_for(entries, session.device, session.room, -(-len(session.cores) // 2))
+def _copies(session: Session, entries: Sequence[Entry], all_more: Mapping[str, int]) -> Copies:
+    """For a save beside training: copies of all that is not read in place, of which those that cannot wait are made.
+
+    Args:
+        all_more: see `_by_machine`.
+    Raises:
+        CheckpointError: there is not so much memory.
+    """
+    here, free = platform.node(), available_bytes()
+    if all_more[here] > free:
+        raise CheckpointError(
+            f"copies for a save beside training take {all_more[here]:,} more bytes of memory on {here}, and {free:,} "
+            "are available; save with asynchronous=False, which makes none"
+        )
+    nbytes = room_bytes(entries)
+    if _more_room(session, nbytes):
+        session.room = None  # first: both together may be too much
+    session.room = session.room or new_room(nbytes, session.device, -(-len(session.cores) // 2))
     copies = Copies(entries, session.device, session.lanes, session.room)
-    copies.make_at_once()
+    try:
+        copies.make_at_once()
+    except HostMemoryError as error:
+        raise CheckpointError(f"{error}; or save with asynchronous=False, which makes no copies") from error
     return copies
+
+
+def _more_room(session: Session, nbytes: int) -> int:
+    """How much larger than the room that there is one of so many bytes is."""
+    return max(nbytes - (0 if session.room is None else len(session.room.whole)), 0)
+
+
+def _by_machine(session: Session, more: int) -> dict[str, int]:
+    """How many more bytes of memory all ranks of each machine need, if this one needs so many."""
+    needed: dict[str, int] = {}
+    for machine, nbytes in session.comm.exchange_objects((platform.node(), more)):
+        needed[machine] = needed.get(machine, 0) + nbytes
+    return needed
 
 
 def _copy_beside(copies: Copies, saving: Saving) -> None:
