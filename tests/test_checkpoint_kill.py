@@ -1,15 +1,20 @@
 """Promise: killed at any instant while it saves, a run finds its newest whole checkpoint again, equal to what was
-saved, and nothing that was left half done stays for ever."""
+saved, and nothing that was left half done stays for ever. One that is interrupted while it waits for a save loses
+nothing of that."""
 
 import os
 import random
 import signal
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from checkpoint_faults import SmallRun, same
+from checkpoint_faults import SmallRun, after, same
 from onefold.checkpoint.storage import Reader
+from test_checkpoint_async import Late
 
 SEED = 20
 
@@ -119,3 +124,39 @@ def test_kills_while_saving_lose_nothing_and_leave_nothing(ranks, tmp_path, kill
     assert leftovers, "no kill hit a save: the promise was not tried"
     assert steps > 0
     assert not hidden
+
+
+def interrupt_when_waiting(main, ready):
+    """Interrupts the thread `main`, once, as soon as it waits for another one."""
+    ready.wait()
+    is_waiting = False
+    while not is_waiting:
+        code = sys._current_frames()[main].f_code
+        is_waiting = Path(code.co_filename).name == "threading.py" and "wait" in code.co_name
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def interrupt(rank, num_ranks, directory, which):
+    """Interrupts what waits for a save; returns whether that was taken for done then, and the checkpoint."""
+    run, files, ready = SmallRun("offload"), Late(), threading.Event()
+    run.train(2)
+    saving = run.save(directory / "it", asynchronous=True, files=files)
+    waits = {"wait": saving.wait, "step": run.train, "load": lambda: run.load(directory / "it")}
+    interrupting = threading.Thread(target=interrupt_when_waiting, args=(threading.get_ident(), ready))
+    interrupting.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ready.set()
+        with pytest.raises(KeyboardInterrupt):
+            waits[which]()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    was_done = saving.is_done
+    files.gate.set()
+    saving.wait()
+    return was_done, run.load(directory / "it"), same(run.state(), after(2, "offload"))
+
+
+@pytest.mark.parametrize("which", ["wait", "step", "load"])
+def test_a_save_outlives_the_interruption_of_who_waits_for_it(ranks, tmp_path, which):
+    assert ranks(1).run(interrupt, tmp_path, which) == [(False, 2, True)]

@@ -41,14 +41,14 @@ class Saving:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stall_s = 0.0
-        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None
         self._problem: BaseException | None = None
         self._free = threading.Event()
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._ended is None or self._ended.is_set()
 
     def wait(self) -> None:
         """Come back when the checkpoint is there.
@@ -56,8 +56,8 @@ class Saving:
         Raises:
             CheckpointError: it could not be written, here or on another rank; those before it are as they were.
         """
-        if self._thread is not None:
-            self._thread.join()
+        if self._ended is not None:
+            self._ended.wait()  # a thread is not joined: interrupted, Python would take it for one that has ended
         problem, self._problem = self._problem, None  # one of those who wait hears it
         if problem is not None:
             raise problem
@@ -85,12 +85,12 @@ class Saving:
                 logging.getLogger("onefold").error("%s", error)  # it is raised later, perhaps much later
             finally:
                 self.free()
+                ended.set()
 
-        self._thread = threading.Thread(target=run, name=f"onefold save {self.path.name}")
+        self._ended = ended = threading.Event()
         try:
-            self._thread.start()
+            threading.Thread(target=run, name=f"onefold save {self.path.name}").start()
         except RuntimeError as error:
-            self._thread = None
             logging.getLogger("onefold").warning("%s is not saved beside training: %s", self.path, error)
             run()
 
