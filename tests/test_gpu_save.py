@@ -1,5 +1,5 @@
 """Promise: on GPUs a save beside training holds the moment it was asked for: the first one, which locks its memory as
-it goes, and the second, however late its copies begin.
+it goes, and the second, however late its copies begin. Memory that cannot be locked is an error, once.
 """
 
 import pytest
@@ -7,6 +7,8 @@ import torch
 
 import onefold
 from gpu_models import Tower, gpus
+from onefold.errors import HostMemoryError
+from onefold.pages import Pages
 from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
 from test_gpu_races import late
@@ -56,3 +58,18 @@ def test_one_gpu_saves_the_moment(ranks, tmp_path, plan):
 @pytest.mark.parametrize("plan", ["zero_1", "zero_3"])
 def test_two_gpus_save_the_moment(ranks, tmp_path, plan):
     check(ranks, 2, tmp_path, plan)
+
+
+def lock_twice(rank, num_ranks):
+    """Locks the same memory twice; returns what the GPU computes after that."""
+    torch.cuda.set_device(rank)
+    ones, pages = torch.ones(8, device="cuda"), Pages(2**22)
+    pages.lock(0, 2**22)
+    with pytest.raises(HostMemoryError):
+        pages.lock(0, 2**22)
+    return ones.add(1).sum().item()
+
+
+@gpus(1)
+def test_memory_that_cannot_be_locked_leaves_no_error_to_what_comes_next(ranks):
+    assert ranks(1).run(lock_twice) == [16]

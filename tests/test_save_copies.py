@@ -266,6 +266,13 @@ def test_what_was_copied_is_let_go_while_it_is_written(ranks, tmp_path):
     assert not any(after_all)
 
 
+def test_a_strided_tensor_is_read_in_parts_without_being_copied_as_a_whole():
+    row = torch.arange(2.0**20)
+    entry = whole_entry("it", row.expand(2**20, 2**20))  # no memory holds a copy of it
+    start = 5 * 2**20 - 3
+    assert torch.equal(entry.read(start, start + 2**20 + 6), torch.cat([row[-3:], row, row[:3]]))
+
+
 class Noted(PlainRoom):
     """Puts down how far it is reached."""
 

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 from weakref import finalize
@@ -59,6 +60,8 @@ class Pages:
         runtime, address = torch.cuda.cudart(), self.whole.data_ptr() + start
         failed = int(runtime.cudaHostRegister(address, stop - start, 0))
         if failed:
+            with suppress(RuntimeError):  # CUDA tells its next kernel of it, too: not the script's
+                torch.zeros(1, device="cuda").add_(1)
             raise HostMemoryError(
                 f"the system refused to lock {stop - start:,} bytes of host memory (CUDA error {failed}); raise its "
                 "limit (ulimit -l unlimited), or use a plan that keeps less on the host"

@@ -22,7 +22,7 @@ from onefold.buffer import Master, OwnMaster, exact_dtype
 from onefold.comm import Comm
 from onefold.ema import EMA
 from onefold.flat import Flat, Trained
-from onefold.layout import Layout
+from onefold.layout import Layout, boxes
 from onefold.naming import all_tensors
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
@@ -98,7 +98,14 @@ def whole_entry(key: str, tensor: Tensor) -> Entry:
     """A tensor that a rank has whole."""
 
     def read(start: int, stop: int) -> Tensor:
-        return tensor.detach().reshape(-1)[start:stop]
+        values = tensor.detach()
+        if values.is_contiguous():
+            return values.view(-1)[start:stop]
+        places = [
+            tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+            for box in boxes(shape, start, stop)
+        ]
+        return torch.cat([values[place].reshape(-1) for place in places])  # and never all of it
 
     def write(start: int, values: Tensor) -> None:
         whole = tensor.detach().reshape(-1).clone()
