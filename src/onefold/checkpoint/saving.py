@@ -70,7 +70,8 @@ class Saving:
         """Come back when what is saved may be changed, or the save has ended, well or not."""
         begun = time.perf_counter()
         try:
-            self._free.wait()
+            if self._ended is not None:  # else interrupted before it began
+                self._free.wait()
         finally:
             self.stall_s += time.perf_counter() - begun
 
