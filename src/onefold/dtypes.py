@@ -133,7 +133,12 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that `split` cut: bf16 `weight` and int16 `low`, same shape."""
+    """The fp32 values that `split` cut: bf16 `weight` and int16 `low`, same shape.
+
+    No value is rounded up to zero. A zero beside such a `low` was written by the user since, and stays one: the pattern
+    before it is a NaN's.
+    """
+    low = torch.where((weight == 0) & (low < 0), 0, low)
     bits = low.to(torch.int32)
     top = weight.view(torch.int16).to(torch.int32) + (bits >> 31)
     return ((top << 16) | (bits & 0xFFFF)).view(torch.float32)
