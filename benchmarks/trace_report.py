@@ -25,6 +25,8 @@ _SHORT_US = 2.0
 
 Span = tuple[float, float]
 
+_GAP_SIZES_US = (20.0, 100.0, 500.0, 1e6)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -158,6 +160,8 @@ def summary(step: Step, num_gaps: int = 8) -> dict[str, Any]:
         "num_launches": len(step.events),
         "streams_ms": {str(stream): length(step.busy([stream])) / 1e3 for stream in step.streams},
         "labels_ms": {verb: total / 1e3 for verb, total in step.by_verb().items()},
+        "gaps_by_size": gaps_by_size(gaps),
+        "kernels": kernels(step),
         "longest_gaps": [
             {
                 "at_ms": gap[0] / 1e3,
@@ -171,6 +175,28 @@ def summary(step: Step, num_gaps: int = 8) -> dict[str, Any]:
     }
 
 
+def gaps_by_size(gaps: Sequence[Span]) -> list[dict[str, float]]:
+    """How many gaps there are up to each size, from the next smaller one on, and what they add up to."""
+    found, least = [], 0.0
+    for most in _GAP_SIZES_US:
+        sizes = [length([gap]) for gap in gaps if least < length([gap]) <= most]
+        found.append({"up_to_us": most, "num": len(sizes), "ms": sum(sizes) / 1e3})
+        least = most
+    return found
+
+
+def kernels(step: Step, most: int = 24) -> list[dict[str, Any]]:
+    """What ran longest, on the computation's stream and beside it: a trace of the limit has the first ones alone."""
+    totals: dict[tuple[bool, str], list[float]] = defaultdict(list)
+    for event in step.events:
+        totals[event.stream == step.streams[0], event.name[:70]].append(event.stop - event.start)
+    longest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:most]
+    return [
+        {"name": name, "is_beside": not is_first, "num": len(times), "ms": sum(times) / 1e3}
+        for (is_first, name), times in longest
+    ]
+
+
 def table(figures: Mapping[str, Any]) -> str:
     lines = [
         f"step {figures['step_ms']:.2f} ms: computing {figures['busy_ms']:.2f}, exposed traffic "
@@ -178,6 +204,7 @@ def table(figures: Mapping[str, Any]) -> str:
         f"host done after {figures['host_ms']:.2f} ms, {figures['num_launches']} launches",
         "under labels: " + ", ".join(f"{verb} {ms:.2f}" for verb, ms in figures["labels_ms"].items()),
         "streams: " + ", ".join(f"{stream}: {ms:.2f}" for stream, ms in figures["streams_ms"].items()),
+        "gaps: " + ", ".join(f"{g['num']} up to {g['up_to_us']:g} us {g['ms']:.2f}" for g in figures["gaps_by_size"]),
         "longest gaps:",
     ]
     for gap in figures["longest_gaps"]:
@@ -185,6 +212,10 @@ def table(figures: Mapping[str, Any]) -> str:
             f"  at {gap['at_ms']:8.2f}: {gap['ms']:6.3f} ms ({gap['traffic_ms']:.3f} of them traffic) between "
             f"{gap['after']} and {gap['before']}"
         )
+    lines.append("longest work:")
+    for each in figures["kernels"]:
+        beside = "beside" if each["is_beside"] else "      "
+        lines.append(f"  {each['ms']:8.2f} ms {beside} {each['num']:5} x {each['name']}")
     return "\n".join(lines)
 
 

@@ -52,10 +52,14 @@ def test_a_step_is_added_up_and_drawn(tmp_path):
     assert lines[1] == "host done after 0.50 ms, 5 launches"
     assert lines[2] == "under labels: forward 0.20, gather 0.17"
     assert lines[3] == "streams: 7: 0.44, 20: 0.22"
-    assert " ".join(lines[5].split()) == "at 0.22: 0.100 ms (0.100 of them traffic) between product one and product two"
+    assert lines[4] == "gaps: 0 up to 20 us 0.00, 2 up to 100 us 0.14, 0 up to 500 us 0.00, 0 up to 1e+06 us 0.00"
+    assert " ".join(lines[6].split()) == "at 0.22: 0.100 ms (0.100 of them traffic) between product one and product two"
     assert (
-        " ".join(lines[6].split()) == "at 0.42: 0.040 ms (0.000 of them traffic) between product two and product three"
+        " ".join(lines[7].split()) == "at 0.42: 0.040 ms (0.000 of them traffic) between product two and product three"
     )
+    work = [" ".join(line.split()) for line in lines[9:]]
+    assert work[:2] == ["0.20 ms 1 x product one", "0.17 ms beside 1 x ncclDevKernel_AllGather"]
+    assert len(work) == 5
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -141,7 +141,7 @@ class _Gathered:
             changed = before != after
             exact[changed] = after[changed].to(exact.dtype)
             flat.trained.master.store(exact)
-        unit.show_stored([flat for flat, _ in unit.trained_flats])
+        unit.show_stored(unit.flats)
 
 
 def _resting(flat: Flat) -> Tensor:

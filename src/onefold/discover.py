@@ -7,6 +7,7 @@ Rules, in this order:
 3. Outside those, every large leaf module (embedding, output head); in a model without blocks, subtrees of a fair size.
 4. A large parameter shared by several units is a unit of its own, gathered for each of the modules that hold it.
 5. The rest is the root unit, gathered while the model runs.
+Where parameters rest whole, small neighbours are one unit: nothing is gathered, and fewer, larger reductions cost less.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ LARGE_NUMEL = 2**20
 """Below this a module is not worth a gather of its own."""
 _FAIR_SHARE = 8
 """A model without blocks is cut into subtrees of at most one part in this many."""
+_ENOUGH_NUMEL = 2**24
+"""With so many elements a reduction takes as long as its bytes do, not as its launch."""
 
 UnitChoice = Iterable["type[nn.Module] | nn.Module | str"]
 
@@ -35,6 +38,13 @@ class UnitSpec:
     name: str
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    parts: "list[UnitSpec]" = field(default_factory=list)
+    """The units it was joined of, if it was."""
+
+    @property
+    def births(self) -> "list[UnitSpec]":
+        """What its tensors are born as, if they are on the meta device: the same under every plan."""
+        return self.parts or [self]
 
 
 def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
@@ -59,6 +69,33 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     specs += [UnitSpec(name=name, modules=[(name, module)]) for name, module in chosen if module is not model]
     _assign(model, specs)
     return [spec for place, spec in enumerate(specs) if place == 0 or spec.params]
+
+
+def join_small(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """The units of a model whose parameters rest whole, given those of any model: neighbours are joined until they are
+    large enough, or an eighth of the model: the first reductions are to begin well before backward ends."""
+    least = min(_ENOUGH_NUMEL, _numel_of(specs) // _FAIR_SHARE)
+    root, *others = specs
+    joined: list[list[UnitSpec]] = []
+    for spec in others:
+        if joined and _numel_of(joined[-1]) < least and _numel_of([spec]) < least:
+            joined[-1].append(spec)
+        else:
+            joined.append([spec])
+    return [root, *(parts[0] if len(parts) == 1 else _joined(parts) for parts in joined)]
+
+
+def _joined(parts: list[UnitSpec]) -> UnitSpec:
+    return UnitSpec(
+        name=f"{parts[0].name} to {parts[-1].name}",
+        modules=[module for part in parts for module in part.modules],
+        params=[param for part in parts for param in part.params],
+        parts=parts,
+    )
+
+
+def _numel_of(specs: Sequence[UnitSpec]) -> int:
+    return sum(param.numel() for spec in specs for _, param in spec.params)
 
 
 def outside(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[tuple[str, nn.Module]]:

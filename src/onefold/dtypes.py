@@ -127,8 +127,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     bits = master.view(torch.int32)
     low = bits.to(torch.int16)
-    high = (bits >> 16) + ((bits >> 15) & 1)
-    weight = high.to(torch.int16).view(torch.bfloat16)
+    weight = (bits + (1 << 15)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)  # only a NaN overflows
     return torch.where(master.isnan(), master.to(torch.bfloat16), weight), low
 
 
@@ -138,7 +137,6 @@ def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     No value is rounded up to zero. A zero beside such a `low` was written by the user since, and stays one: the pattern
     before it is a NaN's.
     """
-    low = torch.where((weight == 0) & (low < 0), 0, low)
-    bits = low.to(torch.int32)
-    top = weight.view(torch.int16).to(torch.int32) + (bits >> 31)
-    return ((top << 16) | (bits & 0xFFFF)).view(torch.float32)
+    low = torch.where((weight != 0) | (low >= 0), low, 0)
+    # A low half that reads as negative is one that was rounded up: adding it takes that back.
+    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)

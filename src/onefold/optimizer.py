@@ -305,9 +305,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _norm(self, is_exact: bool = False) -> float:
         session = self._session
-        squares = torch.zeros((), dtype=torch.float64, device=session.device)
-        for update in self._updates:
-            squares += update.squares(is_exact)
+        squares = torch.stack([update.squares(is_exact) for update in self._updates]).sum()
         return float(session.comm.total(squares).sqrt()) / self.loss_scale
 
     def _factors(self, norm: float) -> tuple[float, ...]:

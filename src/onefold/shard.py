@@ -14,7 +14,7 @@ from onefold.agree import check_agreement, together
 from onefold.build import Builder, Formats, has_shards_to_expose
 from onefold.comm import Comm, default_device, start
 from onefold.cores import update_cores
-from onefold.discover import UnitChoice, UnitSpec, discover, outside
+from onefold.discover import UnitChoice, UnitSpec, discover, join_small, outside
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.fraction import FractionChoice, keep_some
@@ -26,7 +26,7 @@ from onefold.mesh import connect
 from onefold.meta import has_meta, materialize
 from onefold.mix import unit_plans
 from onefold.nursery import wake
-from onefold.plan import NAMED_PLANS, Plan
+from onefold.plan import NAMED_PLANS, Plan, Tier
 from onefold.reducer import Reducer
 from onefold.runtime import Runtime
 from onefold.scaler import make_scaler
@@ -79,7 +79,7 @@ def shard(
     target, compiler = _uncompiled(model)
     start()
     comm = connect(device := _device_of(target), mesh)
-    specs = together(comm, lambda: discover(target, units))
+    specs = together(comm, lambda: _units(target, plan, units))
     choices = f"{plan}, fraction={fraction}, keep_bytes={keep_bytes}, gather={gather}"
     check_agreement(comm, target, specs, choices, precision)
     formats, cores = Formats(target, precision), update_cores(comm)
@@ -89,6 +89,13 @@ def shard(
     _compile(target, specs, compile, compiler)
     _attach(model, target, specs, session)
     return model
+
+
+def _units(model: nn.Module, plan: Plan, units: UnitChoice | None) -> list[UnitSpec]:
+    specs = discover(model, units)
+    # Updates off the device are waited for, and placed, unit by unit: small ones are of use there.
+    is_joined = units is None and not plan.params.partitioned and plan.optim.farthest == Tier.DEVICE
+    return join_small(specs) if is_joined else specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,10 +264,11 @@ def _build(
 ) -> list[Unit]:
     seed = comm.exchange([torch.initial_seed() % 2**62])[0][0]
     is_meta = has_meta(model)
+    births = [part for spec in specs for part in spec.births]
     units = []
     for index, (spec, plan) in enumerate(zip(specs, places.of_units, strict=True)):
-        if is_meta:
-            together(comm, partial(materialize, model, spec, specs, device, seed))
+        for part in spec.births if is_meta else ():
+            together(comm, partial(materialize, model, part, births, device, seed))
         wake(param for _, param in spec.params)
         units.append(builder.build(spec, index, plan, index in places.kept))
     for _, buffer in model.named_buffers():
