@@ -16,14 +16,16 @@ struct Own {
 };
 
 // The weight is the value rounded half up in magnitude on the 16 bits it drops, so the low half's top bit tells whether
-// it was rounded up. A NaN's low half could carry past the NaNs: its weight is set, its payload given up.
+// it was rounded up. A NaN's low half could carry past the NaNs: its weight is set, its payload given up. No value is
+// rounded up to zero: a zero beside such a low half was written since, and stays one.
 struct Split {
   uint16_t *weight;
   uint16_t *low;
   explicit Split(const onefold_run &run, int64_t start)
       : weight(static_cast<uint16_t *>(run.weight) + start), low(static_cast<uint16_t *>(run.exact) + start) {}
   float load(int64_t i) const {
-    const uint32_t bottom = low[i];
+    const bool is_zero = (weight[i] & 0x7fffu) == 0 && low[i] >> 15 != 0;
+    const uint32_t bottom = is_zero ? 0u : low[i];
     const uint32_t top = weight[i] - (bottom >> 15);
     return from_bits(top << 16 | bottom);
   }

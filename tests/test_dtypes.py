@@ -61,6 +61,13 @@ def test_join_undoes_split_bit_for_bit(values):
     assert same_bits(join(weight, low), master)
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_zero_written_over_any_weight_stays_zero(zero):
+    low = torch.arange(2**16).to(torch.int16)
+    weight = torch.full((2**16,), zero, dtype=BF16)
+    assert torch.equal(split(join(weight, low))[0].view(torch.int16), weight.view(torch.int16))
+
+
 @pytest.mark.parametrize("pattern", EXTREMES.values(), ids=EXTREMES.keys())
 def test_extreme_values_survive_and_their_weight_is_the_nearest(pattern):
     master = floats([pattern])

@@ -178,6 +178,17 @@ def test_low_bits_and_weight_are_what_split_gives(device, kernel):
 
 
 @pytest.mark.gpu
+def test_a_zero_written_over_any_split_weight_stays_zero(device, kernel):
+    weight, low = torch.zeros(2**16, dtype=BF16), torch.arange(2**16).to(torch.int16)
+    weight[::2].neg_()
+    weight, low = weight.to(device), low.to(device)
+    rule = rules.SGD(lr=0.0)
+    run = Run(weight=weight, exact=low, grad=torch.zeros(2**16, device=device), state={})
+    kernel.update(run, Step(rule=rule, hyper=rule.defaults(), number=1))
+    assert torch.equal(weight, torch.zeros_like(weight))
+
+
+@pytest.mark.gpu
 def test_a_nan_stays_one(device, kernel):
     weight, low = torch.full((2**16,), float("nan"), dtype=BF16), torch.arange(2**16).to(torch.int16)
     weight, low = weight.to(device), low.to(device)  # a low half of ones would carry past the NaNs

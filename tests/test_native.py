@@ -271,6 +271,18 @@ def test_a_split_weight_is_what_split_gives():
         assert torch.equal(shard.parts()["exact"], low)
 
 
+def test_a_zero_written_over_any_split_weight_stays_zero():
+    rule = rules.SGD(lr=0.0)
+    for kernel in every_kernel():
+        weight, low = torch.zeros(2**16, dtype=BF16), torch.arange(2**16).to(torch.int16)
+        weight[::2].neg_()
+        wanted = split(join(weight, low))
+        run = Run(weight=weight, exact=low, grad=torch.zeros(2**16), state={})
+        kernel.update(run, Step(rule=rule, hyper=rule.defaults(), number=1))
+        assert torch.equal(weight, torch.zeros_like(weight)), kernel.name
+        assert torch.equal(low, wanted[1]), kernel.name
+
+
 def test_a_split_nan_stays_one_whatever_its_low_bits():
     rule = rules.SGD(lr=0.0)
     for kernel in every_kernel():

@@ -331,3 +331,33 @@ def test_precision_leaves_buffers_alone(ranks, dtype, plan, num_ranks):
     for dtypes in ranks(num_ranks).run(buffers_after_two_steps, plan, dtype):
         cast = {name: name.startswith("norm") for name in dtypes}
         assert dtypes == {name: torch.float32 if kept else dtype for name, kept in cast.items()}
+
+
+# --- zeros that users write
+
+
+def zeroed(rank, num_ranks, plan, precision):
+    """Rows are set to zero after every step, as for padding or pruning."""
+    model, plain = onefold.shard(build(Stack), PLANS_WHOLE[plan], precision=precision), build(Stack)
+    optimizers = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(torch.ones(3, 4)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter[::2].zero_()
+    for optimizer in optimizers:
+        optimizer.step()  # nothing to update by
+    got = {name: tensor.float() for name, tensor in weights(model).items()}
+    same(got, tensors(plain), 3e-2)
+
+
+PLANS_WHOLE = {name: NAMED_PLANS[name] for name in ("zero_0", "zero_1", "zero_2", "offload")}
+
+
+@pytest.mark.parametrize("plan", PLANS_WHOLE)
+@pytest.mark.parametrize("precision", [Precision(params="bf16"), Precision(params="fp16")], ids=["bf16", "fp16"])
+def test_weights_that_are_set_to_zero_train_on(ranks, plan, precision):
+    ranks(2).run(zeroed, plan, precision)

@@ -60,10 +60,15 @@ class Buffer:
 
     def shrink(self) -> bool:
         """Give the storage back; False if somebody still holds a view. See [Note: Nobody is left behind]."""
-        if self._count_holders() > self._holders:
+        if self.is_watched:
             return False
         self._storage.resize_(0)
         return True
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody else holds a view: whoever reads it need not ask."""
+        return self._count_holders() > self._holders
 
     def _count_holders(self) -> int:
         return int(torch._C._storage_Use_Count(self.storage_id))

@@ -132,6 +132,11 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that `split` cut: bf16 `weight` and int16 `low`, same shape."""
+    """The fp32 values that `split` cut: bf16 `weight` and int16 `low`, same shape.
+
+    No value is rounded up to zero. A zero beside such a `low` was written by the user since, and stays one: the pattern
+    before it is a NaN's.
+    """
+    low = torch.where((weight != 0) | (low >= 0), low, 0)
     # A low half that reads as negative is one that was rounded up: adding it takes that back.
     return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)

@@ -18,8 +18,10 @@ _SGD, _SGD_FIRST, _SGD_MOMENTUM, _LION = tl.constexpr(4), tl.constexpr(5), tl.co
 
 @triton.jit
 def _join(weight, low):
+    own = weight.to(tl.int16, bitcast=True).to(tl.int32)
     bits = low.to(tl.int32)
-    top = weight.to(tl.int16, bitcast=True).to(tl.int32) + (bits >> 31)
+    bits = tl.where(((own & 0x7FFF) == 0) & (bits < 0), 0, bits)  # a zero that was written since
+    top = own + (bits >> 31)
     return ((top << 16) | (bits & 0xFFFF)).to(tl.float32, bitcast=True)
 
 

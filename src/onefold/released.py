@@ -3,11 +3,14 @@
 [Note: Released parameters]
 A released parameter is the same object as ever, with its shape, dtype and hooks; only its Python class differs, and
 that class lets nothing but metadata through. Every operation on it goes to its runtime, which gathers it on the spot
-during a forward or backward, and raises otherwise. Nothing in C++ reads a parameter without Python seeing it first:
-autograd's saved tensors are replaced by `SavedView`s (runtime.py), and gradients accumulate without reading weights.
+during a forward or backward, and raises otherwise; values that are whole, but still on their way, it waits for.
+Nothing in C++ reads a parameter without Python seeing it first: autograd's saved tensors are replaced by `SavedView`s
+(runtime.py), and gradients accumulate without reading weights. (But `torch.tensor(param)`, `new_tensor`, modules of
+torch.jit and torch.func's transforms by a parameter itself do, and torch gives nobody a say in it.)
 """
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
@@ -122,6 +125,10 @@ class Owner(Protocol):
         """Make `params` readable for `func`, or raise ReleasedParameterError."""
         ...
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        """Whether its values rest whole on every rank, so that `touch` needs no other one's help."""
+        ...
+
 
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its values rest in shards. See [Note: Released parameters]."""
@@ -143,6 +150,13 @@ class ReleasedParameter(nn.Parameter):
             ) from error
         return copy.deepcopy(self, memo)
 
+    def detach(self) -> Tensor:
+        owner_of(self).touch([self], Tensor.detach)
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            # It compares the class of what this returns with ours, which is a parameter's again.
+            return nn.Parameter(self, requires_grad=False)
+        return Tensor.detach(self)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -150,7 +164,7 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in METADATA:
             released = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
-            if func in _TEXT:
+            if func in _TEXT and not owner_of(released[0]).is_whole(released[0]):
                 return f"<released parameter {owner_of(released[0]).describe(released[0])}>"
             for param in released:
                 owner_of(param).touch([param], func)

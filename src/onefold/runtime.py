@@ -190,6 +190,10 @@ class Runtime:
                 )
             self.need(unit)
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        """Whether the parameter rests whole."""
+        return not isinstance(self.locate(param)[0], PartUnit)
+
     def locate(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
         """The unit, flat buffer and slot of a parameter."""
         return self._places[id(param)]

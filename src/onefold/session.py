@@ -57,6 +57,9 @@ class Session:
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
         self.runtime.touch(params, func)
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        return self.runtime.is_whole(param)
+
     def come_to_rest(self, what: str) -> None:
         """Settle the model, so that shards and exact weights are those after the latest step.
 

@@ -12,6 +12,7 @@ needs a collective. The storage behind it may outlive a release as long as someb
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from threading import RLock
 from weakref import ref
 
 import torch
@@ -61,6 +62,10 @@ class Unit:
         self._tickets: list[Ticket] = []
         self._params = [param for flat in self.flats for param in flat.params]
         self._classes = [type(param) for param in self._params]
+        self._lock = RLock()
+        """Of whoever waits for values to be there: other threads than the one that trains may read weights, too."""
+        self._is_watched = False
+        """Whether somebody may read the newest values without asking for them, so that the step must wait."""
 
     @property
     def trained_flats(self) -> list[tuple[Flat, Trained]]:
@@ -106,6 +111,7 @@ class Unit:
     def update(self, flat: Flat, compute: Callable[[], None]) -> None:
         """Start the update of one flat buffer, after which every rank's part comes to wherever it is read."""
         if flat.trained is not None:
+            self._watch(flat)
             flat.update = flat.trained.rest.run(self._labelled(compute), partial(self.spread, flat))
             flat.trained.gradients.keep.lend(flat.update.copy())
             self._queue(flat)
@@ -130,6 +136,7 @@ class Unit:
             late, flat.late = flat.late, None
             if late is not None:
                 late.wait()
+            self._watch(flat)
             self._show_all(flat)
         if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
             self.refresh(caught)
@@ -156,9 +163,18 @@ class Unit:
         self.wait_tickets()
 
     def wait_refreshed(self) -> None:
-        """Let the current stream read what `refresh` brought, unless it is still to come."""
+        """Let the current stream read what `refresh` brought, unless it is still to come and nobody can tell."""
         if self.is_used:
             self.wait_tickets()
+        elif self._is_watched:
+            self.finish_update()
+        self._is_watched = False
+
+    def _watch(self, flat: Flat) -> None:
+        """Before new values come: see who could read them without telling us. That is who holds a view of the weights
+        (`param.data`, a state dict, an array), or calls what a parameter's own class has and a hidden one has not."""
+        has_methods = any(cls is not nn.Parameter for cls in self._classes)
+        self._is_watched = self._is_watched or has_methods or flat.buffer.is_watched
 
     def spread(self, flat: Flat, after: Ticket) -> None:
         """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
@@ -189,13 +205,14 @@ class Unit:
 
     def finish_update(self) -> None:
         """Wait for updates that are under way, and let parameters be read again."""
-        self._refreshes.finish(self)
-        for flat in self.flats:
-            flat.finish_update()
-        if not self.is_used:
-            self.wait_tickets()
-            self.is_used = True
-            self._show()
+        with self._lock:
+            self._refreshes.finish(self)
+            for flat in self.flats:
+                flat.finish_update()
+            if not self.is_used:
+                self.wait_tickets()
+                self._show()
+                self.is_used = True
 
     @property
     def is_updating(self) -> bool:
@@ -212,9 +229,10 @@ class Unit:
 
     def wait_tickets(self) -> None:
         """Order the current stream after every gather that was started."""
-        while self._tickets:
-            self._tickets[0].wait()
-            self._tickets.pop(0)
+        with self._lock:
+            while self._tickets:
+                self._tickets[0].wait()
+                self._tickets.pop(0)
 
     def is_done(self) -> bool:
         """Whether nothing that autograd saved, and no running forward, needs the parameters any more."""
@@ -287,6 +305,9 @@ class PartUnit(Unit):
             self.finish_update()
             self._fill()
             self.wait_tickets()
+
+    def _watch(self, flat: Flat) -> None:
+        """Whole values come when they are asked for."""
 
     def _queue(self, flat: Flat) -> None:
         """Other ranks gather it when they need it."""
