@@ -231,6 +231,24 @@ def test_copies_send_nothing(ranks, plan):
     assert min(ranks(2).run(sent, plan, "collective")) > 0, "the measure sees what collectives send"
 
 
+def kept_waiting(rank, num_ranks, holds):
+    """Units that a step waited for."""
+    model = onefold.shard(build(Stack), onefold.ZERO_2, gather="copy", units=["blocks.*"])
+    optimizer = onefold.SGD(model, lr=0.1)
+    model(torch.ones(3, 4)).square().mean().backward()
+    held = [param.data for param in model.blocks[1].parameters()] if holds else []
+    optimizer.step()
+    del held
+    return [unit.name for unit in session_of(model, "the test").runtime.units if unit.is_used]
+
+
+def test_a_step_waits_only_for_units_of_which_somebody_holds_a_view(ranks):
+    assert ranks(2).run(kept_waiting, False) == [[]] * 2
+    for names in ranks(2).run(kept_waiting, True):
+        assert names
+        assert all(name.startswith("blocks.1.") for name in names)
+
+
 def mapped(rank, num_ranks):
     model = onefold.shard(build(Stack), onefold.ZERO_3, gather="copy")
     model(torch.ones(3, 4)).square().mean().backward()

@@ -271,6 +271,8 @@ def _build(
             together(comm, partial(materialize, model, part, births, device, seed))
         wake(param for _, param in spec.params)
         units.append(builder.build(spec, index, plan, index in places.kept))
+    for unit in units:
+        unit.settle()
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():

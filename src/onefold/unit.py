@@ -76,6 +76,12 @@ class Unit:
         """Bytes of the gathered unit."""
         return sum(flat.buffer.nbytes for flat in self.flats)
 
+    def settle(self) -> None:
+        """All units are built: whoever holds whole weights from now on is somebody else. Until then others could come
+        from building: memory that all ranks see may hold several units."""
+        for flat in self.flats:
+            flat.buffer.settle()
+
     def adopt(self, owner: Owner) -> None:
         """Tie every parameter to the runtime that answers for it."""
         for flat in self.flats:
@@ -305,6 +311,9 @@ class PartUnit(Unit):
             self.finish_update()
             self._fill()
             self.wait_tickets()
+
+    def settle(self) -> None:
+        """Its buffers have memory of their own, and were settled while they had it."""
 
     def _watch(self, flat: Flat) -> None:
         """Whole values come when they are asked for."""
