@@ -126,30 +126,39 @@ def test_kills_while_saving_lose_nothing_and_leave_nothing(ranks, tmp_path, kill
     assert not hidden
 
 
-def interrupt_when_waiting(main, ready):
-    """Interrupts the thread `main`, once, as soon as it waits for another one."""
+def interrupt_when_waiting(main, ready, taken):
+    """Interrupts the thread `main` as soon as it waits for another one: again until that is taken, for a signal that
+    comes just before the system holds a thread up wakes nobody."""
     ready.wait()
     is_waiting = False
     while not is_waiting:
         code = sys._current_frames()[main].f_code
         is_waiting = Path(code.co_filename).name == "threading.py" and "wait" in code.co_name
-    signal.pthread_kill(main, signal.SIGINT)
+    while not taken.wait(0.02):
+        signal.pthread_kill(main, signal.SIGINT)
+
+
+def interrupt_once(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def interrupt(rank, num_ranks, directory, which):
     """Interrupts what waits for a save; returns whether that was taken for done then, and the checkpoint."""
-    run, files, ready = SmallRun("offload"), Late(), threading.Event()
+    run, files, ready, taken = SmallRun("offload"), Late(), threading.Event(), threading.Event()
     run.train(2)
     saving = run.save(directory / "it", asynchronous=True, files=files)
     waits = {"wait": saving.wait, "step": run.train, "load": lambda: run.load(directory / "it")}
-    interrupting = threading.Thread(target=interrupt_when_waiting, args=(threading.get_ident(), ready))
+    interrupting = threading.Thread(target=interrupt_when_waiting, args=(threading.get_ident(), ready, taken))
     interrupting.start()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, interrupt_once)
     try:
         ready.set()
         with pytest.raises(KeyboardInterrupt):
             waits[which]()
     finally:
+        taken.set()
+        interrupting.join()
         signal.signal(signal.SIGINT, before)
     was_done = saving.is_done
     files.gate.set()

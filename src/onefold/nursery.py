@@ -42,12 +42,15 @@ class Asleep(ReleasedParameter):
     def __deepcopy__(self, memo: Any) -> Any:
         return self._onefold_kept.nursery.copy(self, memo)
 
+    def detach(self) -> Tensor:
+        return self  # state_dict() detaches; who reads what it gives is told
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.detach and isinstance(args[0], Asleep):
-            return args[0]  # state_dict() detaches; who reads what it gives is told
+            return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 
 
