@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from train import about, command
-from train_rows import Row, add_work
+from train_rows import add_work, check_rows
 from workload import apart
 
 GIB = 2**30
@@ -58,11 +58,7 @@ def parse() -> argparse.Namespace:
     add_work(parser)
     parser.set_defaults(params=13.0, batch=1, context=2048, steps=1, warm_up=1, card_gib=80.0)
     words = parser.parse_args()
-    try:
-        for name in words.rows:
-            Row.parse(name)
-    except ValueError as error:
-        parser.error(str(error))
+    check_rows(parser, words.rows)
     if len(words.first) == 1:
         words.first *= len(words.rows)
     if len(words.first) != len(words.rows) or words.stride < 1 or min(words.first) < 1:

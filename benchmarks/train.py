@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from train_report import WORK, letter, load, plot, table, tax
-from train_rows import Row, add_work
+from train_rows import Row, add_work, check_rows
 from workload import apart, asked, machine
 
 ROWS = (
@@ -49,11 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", help="draw it here")
     add_work(parser)
     words = parser.parse_args()
-    try:
-        for name in words.rows:
-            Row.parse(name)
-    except ValueError as error:
-        parser.error(str(error))
+    check_rows(parser, words.rows)
     if words.ranks is None:
         words.ranks = [torch.cuda.device_count() if words.device == "cuda" else 2]
     if words.rows and (words.warm_up < 1 or words.steps < 1 or min(words.ranks) < 1):

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -348,16 +348,22 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
 
 
+def check_rows(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """End the program in the parser's way if one of them is no row."""
+    try:
+        for name in names:
+            Row.parse(name)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row")
     parser.add_argument("--ranks", type=int, default=1)
     add_work(parser)
     words = parser.parse_args()
-    try:
-        Row.parse(words.row)
-    except ValueError as error:
-        parser.error(str(error))
+    check_rows(parser, [words.row])
     if words.row.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         print(json.dumps({"system": words.row, "error": "not installed: pip install deepspeed"}), flush=True)
         sys.exit(1)
