@@ -1,6 +1,7 @@
 """Times saving and loading a checkpoint against the machine's link and disk.
 
-    python benchmarks/checkpoint.py [--params 3.82] [--plan zero_3] [--directory DIR] [--device cuda] [--json FILE]
+    python benchmarks/checkpoint.py [--params 3.82] [--plan zero_3] [--directory DIR] [--stops-only] [--device cuda]
+                                    [--json FILE]
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --params 6.74
 
 A Llama-shaped model in bf16 with AdamW, a few steps old. In one run: how long the bytes of a rank take to host memory
@@ -129,11 +130,6 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     found = find_seconds(own, len(session.cores))
     stopped = stops(model, optimizer, words, directory / "beside")
     shutil.rmtree(directory / "beside", ignore_errors=True)
-    disk = disk_seconds(own, directory, rank)
-    save = together(lambda: onefold.save(directory / "now", model, optimizer, progress=False))
-    load = together(lambda: onefold.load(directory / "now", model, optimizer, progress=False))
-    on_disk = sum(path.stat().st_size for path in (directory / "now").iterdir())
-    tensors = sum(reader_bytes(Reader(directory / "now")).values())
     return {
         **machine(words.device),
         "params": words.params,
@@ -143,11 +139,21 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         "link_seconds": link,
         "find_seconds": found,
         **stopped,
+        **({} if words.stops_only else at_disk(model, optimizer, directory, own, rank)),
+    }
+
+
+def at_disk(model: Any, optimizer: Any, directory: Path, own: int, rank: int) -> dict[str, Any]:
+    """Seconds of a plain file, a save and a load, and what lies on the disk then."""
+    disk = disk_seconds(own, directory, rank)
+    save = together(lambda: onefold.save(directory / "now", model, optimizer, progress=False))
+    load = together(lambda: onefold.load(directory / "now", model, optimizer, progress=False))
+    return {
         "disk_seconds": disk,
         "save_seconds": save,
         "load_seconds": load,
-        "disk_bytes": on_disk,
-        "tensor_bytes": tensors,
+        "disk_bytes": sum(path.stat().st_size for path in (directory / "now").iterdir()),
+        "tensor_bytes": sum(reader_bytes(Reader(directory / "now")).values()),
     }
 
 
@@ -167,6 +173,8 @@ def show(row: dict[str, Any]) -> None:
     for which, waiting, longer in zip(("first", "second"), row["waiting_seconds"], row["longer_seconds"], strict=True):
         print(f"{which + ' save, waiting':23}{waiting:8.3f} s  {waiting / link:.2f} of the link's")
         print(f"{which + ' save, longer':23}{longer:8.3f} s  {longer / link:.2f} of the link's")
+    if "disk_seconds" not in row:
+        return
     print(f"a plain file           {row['disk_seconds']:8.3f} s  {total / row['disk_seconds']:.2f} GB/s")
     print(f"save                   {row['save_seconds']:8.3f} s  {total / row['save_seconds']:.2f} GB/s")
     print(f"load                   {row['load_seconds']:8.3f} s  {total / row['load_seconds']:.2f} GB/s")
@@ -179,6 +187,7 @@ def main() -> None:
     parser.add_argument("--plan", default="zero_3")
     parser.add_argument("--directory", default="out/checkpoint-benchmark")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--stops-only", action="store_true", help="leave out the plain file, the save and the load")
     parser.add_argument("--json", type=Path, help="write the JSON here too")
     words = parser.parse_args()
     start()
