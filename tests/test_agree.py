@@ -91,6 +91,7 @@ STEPPED = {
     "learning rate": lambda model, rank: onefold.AdamW(model, lr=0.1 + rank),
     "rule": lambda model, rank: onefold.AdamW(model) if rank else onefold.Adam(model),
     "weight decay": lambda model, rank: onefold.AdamW(model, no_decay=["*.bias"] if rank else []),
+    "groups": lambda model, rank: onefold.AdamW(model, no_decay=["*.bias"] if rank else ["*.weight"]),
 }
 
 

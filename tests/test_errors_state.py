@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import onefold
 from onefold import Precision
-from onefold.errors import ReducedGradientError, ReleasedParameterError
+from onefold.errors import OptimizerError, ReducedGradientError, ReleasedParameterError, ShardError
 from onefold.plan import NAMED_PLANS
 from ranks import WIDTH, Stack, build, every_plan, one_and_two_ranks, same, tensors, weights
 
@@ -126,6 +126,80 @@ def test_whole_parameters_can_be_read_anywhere(ranks, plan):
     assert ranks(2).run(whole_reads, plan) == [want, want]
 
 
+# --- memory that others see too
+
+
+def with_a_buffer_in_a_parameter():
+    model = Stack()
+    model.register_buffer("seen", model.blocks[1].up.weight.data.t())
+    return model
+
+
+def with_a_scripted_block():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1] = torch.jit.script(model[1])
+    return model
+
+
+def with_a_traced_block():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1] = torch.jit.trace(model[1], torch.ones(2, 4))
+    return model
+
+
+UNSEEN = {
+    "a buffer": (with_a_buffer_in_a_parameter, ["'seen'", "'blocks.1.up.weight'", "clone"]),
+    "scripted": (with_a_scripted_block, ["'1'", "TorchScript", "torch.compile"]),
+    "traced": (with_a_traced_block, ["'1'", "TorchScript", "torch.compile"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@every_plan
+@pytest.mark.parametrize("name", UNSEEN)
+def test_parameters_that_are_read_behind_the_models_back_are_refused(name, plan):
+    make, words = UNSEEN[name]
+    with pytest.raises(ShardError) as raised:
+        onefold.shard(make(), NAMED_PLANS[plan])
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+# --- groups
+
+
+def fewer_parameters(optimizer):
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+
+
+def a_group_less(optimizer):
+    del optimizer.param_groups[1]
+
+
+def other_parameters(optimizer):
+    first, second = optimizer.param_groups
+    first["params"][0], second["params"][0] = second["params"][0], first["params"][0]
+
+
+CHANGED_GROUPS = (fewer_parameters, a_group_less, other_parameters)
+
+
+def step_with_changed_groups(rank, num_ranks, change, plan):
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = onefold.AdamW(model, no_decay=["*.bias"])
+    model(torch.ones(3, 4)).square().mean().backward()
+    change(optimizer)
+    return refused(optimizer.step, OptimizerError)
+
+
+@every_plan
+@pytest.mark.parametrize("change", CHANGED_GROUPS)
+def test_groups_that_lose_or_swap_parameters_are_an_error(ranks, change, plan):
+    for rank, message in enumerate(ranks(2).run(step_with_changed_groups, change, plan)):
+        assert message is not None
+        assert f"rank {rank}" in message
+        assert "build a new optimizer" in message
+
+
 # --- gradients that are not there
 
 
@@ -151,9 +225,10 @@ def read_gradients(rank, num_ranks, plan):
 @one_and_two_ranks
 @every_plan
 def test_reading_a_reduced_gradient_is_an_error(ranks, plan, num_ranks):
-    for messages, shape, text in ranks(num_ranks).run(read_gradients, plan):
+    for rank, (messages, shape, text) in enumerate(ranks(num_ranks).run(read_gradients, plan)):
         assert [name for name, message in messages.items() if message is None] == []
         assert all("max_grad_norm=" in message and ".weight" in message for message in messages.values())
+        assert all(f"(rank {rank})" in message for message in messages.values())
         assert shape == (2, WIDTH)
         assert "head.weight" in text
 

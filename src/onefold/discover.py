@@ -10,6 +10,7 @@ Rules, in this order:
 Where parameters rest whole, small neighbours are one unit: nothing is gathered, and fewer, larger reductions cost less.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -55,6 +56,8 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     """
     for name, param in model.named_parameters():
         _check_param(name, param)
+    for name, module in model.named_modules():
+        _check_module(name, module)
     _check_apart(model)
     if units is not None and (isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable)):
         units = [units]
@@ -229,26 +232,57 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         )
 
 
+def _check_module(name: str, module: nn.Module) -> None:
+    """Refuse modules whose forward reads parameters where Python does not see it.
+
+    Raises:
+        ShardError: naming the module and the way out.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ShardError(
+            f"{name or 'the model'!r} is a TorchScript module (torch.jit), which reads its parameters where nobody can "
+            "gather them; shard the module that it was scripted or traced from, and use torch.compile for speed"
+        )
+
+
 def _check_apart(model: nn.Module) -> None:
-    """Refuse different parameters at one place in memory: each would get a place of its own, and they would part.
+    """Refuse different parameters at one place in memory, and buffers that lie in a trained one: each would get a
+    place of its own, and they would part.
 
     Raises:
         ShardError: naming both.
     """
-    places = sorted(
-        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name)
-        for name, param in model.named_parameters()
-        if not (param.is_meta or isinstance(param, ReleasedParameter)) and param.numel() and _is_dense(param)
-    )
-    for (_, end, other), (start, _, name) in pairwise(places):
+    params = sorted(_places(model.named_parameters()))
+    for (_, end, other), (start, _, name) in pairwise(params):
         if start < end:
             raise ShardError(
                 f"{other!r} and {name!r} are different parameters that share memory; to tie them, let both modules "
                 "hold the same Parameter object (module.weight = other.weight)"
             )
+    trained = sorted(_places((name, param) for name, param in model.named_parameters() if param.requires_grad))
+    starts = [start for start, _, _ in trained]
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if not isinstance(buffer, nn.Parameter))
+    for start, end, name in _places(buffers):
+        nearest = bisect_left(starts, end) - 1
+        if nearest >= 0 and start < trained[nearest][1]:
+            raise ShardError(
+                f"buffer {name!r} lies in the memory of parameter {trained[nearest][2]!r}, which moves when it is "
+                "sharded: the buffer would stay as it is now. Let the forward read the parameter itself, or clone it "
+                "into the buffer if it is to stay"
+            )
 
 
-def _is_dense(param: nn.Parameter) -> bool:
+def _places(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, str]]:
+    """Where in memory tensors lie that fill a range of it: first byte, the one behind the last, name."""
+    for name, tensor in named:
+        if tensor.is_meta or isinstance(tensor, ReleasedParameter) or tensor.layout != torch.strided:
+            continue
+        if tensor.numel() and _is_dense(tensor):
+            start = tensor.data_ptr()
+            yield start, start + tensor.numel() * tensor.element_size(), name
+
+
+def _is_dense(param: torch.Tensor) -> bool:
     """Whether the elements fill one range of memory, in whatever order of dims."""
     numel = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):

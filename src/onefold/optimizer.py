@@ -6,6 +6,7 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from operator import is_
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -78,6 +79,8 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups(model, session, no_decay, param_groups)
         super().__init__(groups, dict(rule.defaults()))
         self._updates = self._build_updates()
+        self._members = [list(group["params"]) for group in self.param_groups]
+        self._membership = _membership(model, self._members)
         session.optimizer = ref(self)
         self._work = self._arrange()
         self._delay_after = self._allow_delay(delay_after) if delayed else None
@@ -118,6 +121,7 @@ class Optimizer(torch.optim.Optimizer):
         session.wait_for_readers()
         session.runtime.finish_updates()
         session.runtime.check_bound()
+        self._check_members()
         session.take_written()
         session.runtime.catch_up()
         active = session.reducer.flush(self._settings())
@@ -145,12 +149,29 @@ class Optimizer(torch.optim.Optimizer):
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     def _settings(self) -> int:
-        """Rule and hyper-parameters in one number, for ranks to compare."""
+        """Rule, hyper-parameters and what is in which group in one number, for ranks to compare."""
         groups = [
             [(key, float(value) if isinstance(value, Tensor) else value) for key, value in sorted(group.items())]
             for group in self._hyper_parameters()
         ]
-        return crc32(repr((self._rule.name, self.max_grad_norm, groups)).encode())
+        return crc32(repr((self._rule.name, self.max_grad_norm, groups, self._membership)).encode())
+
+    def _check_members(self) -> None:
+        """Updates were built of the groups' parameters, and would not see others.
+
+        Raises:
+            OptimizerError: a group was added or removed, or its parameters changed, since the optimizer was built.
+        """
+        groups = self.param_groups
+        if list(map(len, self._members)) == [len(group["params"]) for group in groups] and all(
+            all(map(is_, group["params"], members)) for group, members in zip(groups, self._members, strict=True)
+        ):
+            return
+        raise OptimizerError(
+            f"param_groups hold other parameters than when the optimizer was built (rank {self._session.comm.rank}): "
+            "groups keep their parameters. Hyper-parameters may change at any time; to stop training a parameter, "
+            "requires_grad_(False), or give its group lr=0; for other groups, build a new optimizer"
+        )
 
     def _update(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
         """Make the updates, or start them where they run beside the computation. See [Note: The gated step].
@@ -298,6 +319,12 @@ class Optimizer(torch.optim.Optimizer):
             total = torch.tensor(norm, dtype=torch.float32)
             factors.append(float((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0)))
         return tuple(factor for factor in factors if factor != 1)
+
+
+def _membership(model: nn.Module, members: Sequence[Sequence[nn.Parameter]]) -> int:
+    """Which parameters are in which group, in one number that is the same in every process."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return crc32(repr([[names[id(param)] for param in params] for params in members]).encode())
 
 
 def _groups(

@@ -36,11 +36,11 @@ Bound = Callable[[list[Ticket], int], None]
 class Slots:
     """The state of the gradients of one trained flat buffer between and during backward passes."""
 
-    def __init__(self, flat: Flat, trained: Trained, scale: Callable[[], float]) -> None:
+    def __init__(self, flat: Flat, trained: Trained, scale: Callable[[], float], rank: int) -> None:
         self.flat = flat
         self._scale = scale
         self.gradients = trained.gradients
-        self.stand_ins = [stand_in(flat, slot) for slot in range(len(flat.params))]
+        self.stand_ins = [stand_in(flat, slot, rank) for slot in range(len(flat.params))]
         self.arrived: set[int] = set()
         self.shown: dict[int, Tensor] = {}
         """Whole gradients that a `gathered` context shows in `.grad`: as good as the stand-in."""
@@ -138,7 +138,8 @@ class Reducer:
         self._bound = bound
         self._scale = scale
         self.slots = {
-            unit.index: [Slots(flat, trained, scale) for flat, trained in unit.trained_flats] for unit in units
+            unit.index: [Slots(flat, trained, scale, meeting.rank) for flat, trained in unit.trained_flats]
+            for unit in units
         }
         self.slots = {index: slots for index, slots in self.slots.items() if slots}
         self._names = {unit.index: unit.name for unit in units}
@@ -288,7 +289,8 @@ class Reducer:
         if any(count[2] != counts[0][2] for count in counts):
             raise OrderMismatchError(
                 f"optimizers differ between ranks (this is rank {self._meeting.rank}): rule, max_grad_norm, learning "
-                "rate and every other hyper-parameter must be the same on all of them, or their weights part"
+                "rate, every other hyper-parameter and the parameters of each group must be the same on all of them, "
+                "or their weights part"
             )
         if any(count[0] != counts[0][0] for count in counts):
             numbers = ", ".join(f"rank {rank}: {count[0]}" for rank, count in enumerate(counts))

@@ -347,6 +347,6 @@ class KeptUnit(PartUnit):
         self.is_resting = False
 
 
-def stand_in(flat: Flat, slot: int) -> ReducedGradient:
+def stand_in(flat: Flat, slot: int, rank: int) -> ReducedGradient:
     """The stand-in for the gradient of one parameter of `flat`."""
-    return ReducedGradient.of(flat.params[slot], flat.names[slot])
+    return ReducedGradient.of(flat.params[slot], f"{flat.names[slot]} (rank {rank})")
