@@ -1,5 +1,5 @@
-"""Promise: the floors hold. A module imports only from modules below it, and each outside thing has one door. Each check
-is shown samples that it must refuse: a floor that nothing can break is not held.
+"""Promise: the floors hold. A module imports only from modules below it, and each outside thing has one door.
+Each check is shown samples that it must refuse: a floor that nothing can break is not held.
 """
 
 import ast
