@@ -7,7 +7,7 @@ from torch import nn
 import onefold
 from onefold import Precision
 from onefold.agree import united
-from onefold.errors import OnefoldError, WeightsError
+from onefold.errors import OnefoldError, OrderMismatchError, WeightsError
 from onefold.mesh import connect
 from onefold.plan import NAMED_PLANS
 from ranks import Block, Stack, build, every_plan
@@ -113,6 +113,42 @@ def test_optimizers_that_differ_are_an_error_on_every_rank(ranks, name, plan):
         assert message is not None
         assert "optimizers differ" in message
         assert f"rank {rank}" in message
+
+
+# --- what every rank does, done by one
+
+
+def save(model, optimizer, directory):
+    onefold.save(directory / "step-1", model, optimizer)
+
+
+ALONE = {
+    "onefold.save": save,
+    "onefold.load": lambda model, optimizer, directory: onefold.load(directory, model, optimizer),
+    "onefold.export": lambda model, optimizer, directory: onefold.export(model, directory),
+    "onefold.full_state_dict": lambda model, optimizer, directory: onefold.full_state_dict(model),
+    "onefold.load_pretrained": lambda model, optimizer, directory: onefold.load_pretrained(model, directory),
+}
+
+
+def called_alone(rank, num_ranks, name, plan, directory):
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = onefold.AdamW(model)
+    try:
+        if rank == 0:
+            ALONE[name](model, optimizer, directory)
+        model(torch.ones(3, 4)).square().mean().backward()
+    except OrderMismatchError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_does_alone_is_named_on_every_rank(ranks, name, plan, tmp_path):
+    for message in ranks(2).run(called_alone, name, plan, tmp_path, timeout_s=PATIENCE_S):
+        assert message is not None
+        assert f"rank 0 came to the {name}; rank 1 came to the" in message
 
 
 # --- work of many collectives

@@ -23,7 +23,7 @@ from onefold.flat import Flat
 from onefold.meta import only
 from onefold.naming import Named, named_tensors, written_names
 from onefold.replace import replacing
-from onefold.session import Session, session_of
+from onefold.session import Session, session_met
 from onefold.streams import Ticket
 from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
 from onefold.unit import Unit
@@ -67,7 +67,7 @@ def export(
         _check_size(max_file_bytes)
         export_checkpoint(Path(model), dtype, max_file_bytes, partial(_replace, Path(out_dir)))
         return
-    session = session_of(model, "onefold.export")
+    session = session_met(model, "onefold.export")
     inner: Any = model._modules.get("_orig_mod", model)
     target = Path(out_dir)
     settings = (f"directory {target}", f"dtype {dtype}", f"max_file_bytes {max_file_bytes}")
@@ -97,7 +97,7 @@ def full_state_dict(model: nn.Module, *, dtype: "torch.dtype | str | None" = Non
         PrecisionError: `dtype` is none that `export` takes.
         WeightsError: the model holds state that is no tensor.
     """
-    session = session_of(model, "onefold.full_state_dict")
+    session = session_met(model, "onefold.full_state_dict")
     inner: Any = model._modules.get("_orig_mod", model)
     session.come_to_rest("onefold.full_state_dict")
     values: dict[str, Tensor] = {}

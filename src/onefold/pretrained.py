@@ -17,7 +17,7 @@ from onefold.errors import WeightsError
 from onefold.flat import Flat
 from onefold.layout import boxes
 from onefold.naming import Matching, Named, named_tensors
-from onefold.session import session_of
+from onefold.session import session_met
 from onefold.tensorfiles import Stored, StoredTensors
 
 _SHOWN = 5
@@ -47,7 +47,7 @@ def load_pretrained(model: nn.Module, directory: "str | Path", *, strict: bool =
             Raised on every rank, before anything is changed; only when reading itself fails half-way is the model
             partly loaded.
     """
-    session = session_of(model, "onefold.load_pretrained")
+    session = session_met(model, "onefold.load_pretrained")
     inner = model._modules.get("_orig_mod") or model
     session.come_to_rest("onefold.load_pretrained")
     session.wait_for_readers()  # a save under way may read what rests here

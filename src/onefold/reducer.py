@@ -239,6 +239,15 @@ class Reducer:
         """Wait until every reduction that was started is done."""
         wait_for_oldest(self._tickets, 0)
 
+    def meet(self, what: str) -> None:
+        """Go on where every rank has come to `what`, beside the passes and steps.
+
+        Raises:
+            OrderMismatchError: another rank came to something else.
+        """
+        self.finish()
+        self._meeting.exchange(what)
+
     def flush(self, settings: int = 0) -> set[tuple[int, int, int]]:
         """Make every gradient reduced, on every rank; a collective.
 

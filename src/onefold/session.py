@@ -179,3 +179,17 @@ def session_of(target: "nn.Module | nn.Parameter | Iterable[nn.Parameter]", what
             f"{what} needs a model that onefold.shard returned; call model = onefold.shard(model, plan) first"
         )
     return found
+
+
+def session_met(model: nn.Module, what: str) -> Session:
+    """The session of a sharded model, where every rank has come to `what`, which all do at the same time. Ranks that
+    do not (a save on rank 0 alone) would take messages of another length for theirs, and end without a word of why.
+
+    Raises:
+        OnefoldError: the model is not sharded.
+        OrderMismatchError: on every rank, if they came to different things; says to which.
+    """
+    session = session_of(model, what)
+    session.runtime.settle()
+    session.reducer.meet(what)
+    return session

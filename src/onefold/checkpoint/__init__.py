@@ -25,7 +25,7 @@ from torch import nn
 
 from onefold.ema import EMA
 from onefold.optimizer import Optimizer
-from onefold.session import session_of
+from onefold.session import session_met
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import, which only runs that save should spend
     from onefold.checkpoint.files import Files
@@ -79,7 +79,7 @@ def save(
     from onefold.checkpoint import contents, saving
     from onefold.checkpoint.files import Files
 
-    session = session_of(model, "onefold.save")
+    session = session_met(model, "onefold.save")
     wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
     rest = {"scheduler": scheduler, "loader": loader, "ema": ema, "extra": extra, "frozen": frozen}
     collect = partial(contents.collect, session, model, optimizer, **rest)
@@ -130,7 +130,7 @@ def load(
     from onefold.checkpoint import loading
     from onefold.checkpoint.files import Files
 
-    session = session_of(model, "onefold.load")
+    session = session_met(model, "onefold.load")
     job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, strict, progress)
     rest = loading.Rest(scheduler=scheduler, loader=loader, random_states=random_states)
     with torch.inference_mode(False), torch.no_grad():
