@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cases import FILES, KNOWN, WHOLE_NUMBERS, get, leaves, meaning, mutations, of_kind, trainer
+from deepspeed_cases import FILES, KNOWN, WHOLE_NUMBERS, get, leaves, meaning, mutations, of_kind, put, trainer
 from onefold.deepspeed import examine, report, translate
 from onefold.deepspeed.report import manual
 from onefold.deepspeed.source import read
@@ -213,6 +214,22 @@ def test_a_value_that_is_no_json_is_refused_like_any_other(value):
         translate({"train_batch_size": value})
 
 
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
+@pytest.mark.parametrize("path", ["train_batch_size", "wandb.enabled", "zero_optimization.stage"])
+def test_several_numbers_are_no_number_and_no_switch(path, value):
+    config = {}
+    put(config, path, value)
+    with pytest.raises(ConfigError, match=rf"{path}: expected .*, not .*1\., *1\."):
+        translate(config)
+
+
+@pytest.mark.parametrize("config", [{"train_batch_size": "\ud800"}, {"fp16": {"\udfff": 1}}], ids=["value", "key"])
+def test_half_of_a_character_is_refused_in_words_that_can_be_printed(config):
+    with pytest.raises(ConfigError, match="half of a surrogate pair") as error:
+        translate(config)
+    assert str(error.value).isascii()
+
+
 @pytest.mark.parametrize(("config", "path", "said"), WRONG, ids=[f"{path}-{n}" for n, (_, path, _) in enumerate(WRONG)])
 def test_what_is_wrong_unknown_or_unsupported_is_refused_with_its_path_and_the_way_out(config, path, said):
     with pytest.raises(ConfigError) as error:
@@ -247,6 +264,8 @@ TEXTS = [
     ('{"a": ', "the text ends"),
     ('{"a": "x', "unterminated"),
     ('{"a": 01}', "expected a value"),
+    ('{"a":\n"\\ud800"}', "line 2: '\\ud800' holds half of a surrogate pair"),
+    ('{"a\\udfff": 1}', "line 1: 'a\\udfff' holds half of a surrogate pair"),
     ('{"a": 1} {"b": 2}', "after the closing"),
     ('{"a":' * 100 + "1" + "}" * 100, "nested more than"),
     ("[]", "no file"),

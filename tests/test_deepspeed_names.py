@@ -77,6 +77,11 @@ NAMES = {
     ),
     "utils.groups": ("_get_data_parallel_group", "_get_data_parallel_world_size", "_get_sequence_parallel_group"),
     "utils.logging": ("logger", "log_dist", "print_dist"),
+    "utils.tensor_fragment": (
+        *(f"safe_{verb}_full_{what}" for verb in ("get", "set") for what in ("fp32_param", "grad", "optimizer_state")),
+        *(f"safe_{verb}_local_{what}" for verb in ("get", "set") for what in ("fp32_param", "grad", "optimizer_state")),
+        "safe_update_full_grad_vectorized",
+    ),
     "utils.zero_to_fp32": (
         *("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint"),
         "convert_zero_checkpoint_to_fp32_state_dict",
@@ -149,7 +154,8 @@ for place, listed in names.items():
     ours = importlib.import_module(f"onefold.deepspeed.{place}" if place else "onefold.deepspeed")
     assert module is ours and module.__name__ == module.__spec__.name == ours.__name__, place
     assert all(hasattr(module, name) for name in listed), place
-for missing in ("deepspeed.inference", "deepspeed.runtime.zero.stage3", "deepspeed.inference.config"):
+inside = ("deepspeed.moe.layer", "deepspeed.comm.comm", "deepspeed.utils.logging.more")
+for missing in ("deepspeed.inference", "deepspeed.runtime.zero.stage3", "deepspeed.inference.config", *inside):
     try:
         importlib.import_module(missing)
     except ModuleNotFoundError as error:
@@ -160,6 +166,10 @@ try:
     import deepspeed.inference
 except ImportError as error:
     assert "there is no engine for inference" in str(error)
+try:
+    from deepspeed.moe.layer import MoE
+except ImportError as error:
+    assert "there is no expert parallelism" in str(error)
 """
 
 

@@ -19,6 +19,7 @@ POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1))]
         ("worker-0 slots=4\nworker-1 slots=2\n", POOL),
         ("# pool\n\n  worker-0\tslots=4 # big\n \nworker-1 slots=2", POOL),
         ("me@10.0.0.1 slots=1\r\n", [Host("me@10.0.0.1", (0,))]),
+        ("\ufeffworker-0 slots=4\nworker-1 slots=2", POOL),  # as Windows' editors begin a file
     ],
 )
 def test_a_hostfile_is_read_in_its_order(tmp_path, text, hosts):
@@ -35,6 +36,8 @@ def test_a_hostfile_is_read_in_its_order(tmp_path, text, hosts):
         ("worker slots=1 slots=2\n", "hosts, line 1: expected"),
         ("worker slots=-1\n", "hosts, line 1: expected"),
         ("\n#\na slots=1\nb slots=1\na slots=2\n", "hosts, line 5: a is there twice, first in line 3"),
+        ("a slots=100000000000\n", "hosts, line 1: expected"),
+        ("a slots=\u0664\n", "hosts, line 1: expected"),
         ("a slots=0\n", "hosts, line 1: a has no slots"),
         ("-oProxyCommand=x slots=1\n", "hosts, line 1: a host's name cannot begin with -"),
         ("# nothing\n", "names no host"),
@@ -114,6 +117,8 @@ def test_a_choice_that_contradicts_itself_or_the_hosts_is_refused(asked, said):
         ("--submit", "--submit needs --slurm, --kubernetes or --jobset"),
         ("--no_ssh", "say which with --node_rank"),
         ("--num_nodes 2", "--num_nodes 2 needs a --hostfile"),
+        ("--num_nodes 0", "--num_nodes 0: expected at least 1"),
+        ("--slurm --num_gpus -2", "--num_gpus -2: expected at least 1"),
         ("--num_nodes 2 --node_rank 0", "--node_rank needs --master_addr and --master_port"),
         (
             "--num-nodes 2 --node-rank 2 --master-addr a --master-port 1",
@@ -138,6 +143,9 @@ def test_a_choice_that_contradicts_itself_or_the_hosts_is_refused(asked, said):
         ("--launcher slurm", "--slurm writes a Slurm job"),
         ("--elastic_training", "--elastic_training: give --max_restarts and --min_nodes"),
         ("--autotuning run", "--autotuning: Onefold has no autotuner"),
+        ("--launcher SLURM", "--slurm writes a Slurm job"),
+        ("--venv_script activate", "--venv_script: ranks run under the Python"),
+        ("--log_level loud", "--log_level loud: expected one of debug, info"),
         ("", "there is no script train.py"),
     ],
 )
@@ -148,6 +156,27 @@ def test_options_that_make_no_sense_are_refused_before_anything_starts(words, sa
     done = CliRunner().invoke(cli.app(), ["run", *filter(None, words.split(" ")), "train.py"])
     assert isinstance(done.exception, LaunchError), done.output
     assert said in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", True),
+        ("--num_nodes=-1 --num_gpus=-1 --node_rank=-1 --launcher PDSH --log_level debug", True),
+        ("--log_level error", False),
+        ("-q", False),
+    ],
+)
+def test_what_deepspeeds_launcher_takes_for_granted_may_be_written_out(words, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "train.py").touch()
+    (tmp_path / ".deepspeed_env").write_text("\ufeffA=1\n")
+    done = CliRunner().invoke(cli.app(), ["run", "--dry_run", *words.split(), "train.py"])
+    assert done.exit_code == 0, done.exception
+    assert ("1 variables from" in done.stderr) == told
+    assert " A=1 " in done.stdout
 
 
 def test_cards_are_not_chosen_twice(monkeypatch, tmp_path):

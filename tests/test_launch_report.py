@@ -5,6 +5,7 @@ import shutil
 import socket
 
 import psutil
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -33,6 +34,25 @@ def test_a_report_has_all_its_parts():
     assert all(found.values())
     assert f"torch {torch.__version__.partition('+')[0]}" in found["versions"][2] + found["versions"][1]
     assert not any("not to be found out" in line for line in done.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ('{"train_batch_size": 8}', 0, "can be used"),
+        ('{"train_batch_size": "auto"}', 0, "can be used, once filled in"),
+        ('{"train_batch_size": 8, "zero_optimisation": {}}', 1, "cannot be used"),
+        ("[]", 1, "line 1"),
+        (None, 1, "there is no file"),
+    ],
+)
+def test_a_job_script_can_ask_whether_a_configuration_can_be_used(tmp_path, text, code, said):
+    path = tmp_path / "ds_config.json"
+    if text is not None:
+        path.write_text(text)
+    done = CliRunner().invoke(cli.app(), ["report", "--config", str(path)])
+    assert done.exit_code == code
+    assert said in done.stdout
 
 
 def test_what_is_missing_comes_with_the_way_to_get_it(monkeypatch):

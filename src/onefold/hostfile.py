@@ -11,7 +11,7 @@ from pathlib import Path
 
 from onefold.errors import LaunchError
 
-_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})")
 _SPEC = "NAME or NAME:SLOT,SLOT,..., several joined by @ (worker-0@worker-1:0,2)"
 
 
@@ -30,7 +30,7 @@ def read_hostfile(path: Path) -> list[Host]:
         LaunchError: the file cannot be read, names no host, or has a line that is wrong; file and line are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"cannot read the hostfile {path}: {error}") from error
     hosts: dict[str, Host] = {}
@@ -106,7 +106,7 @@ def _named(hosts: Sequence[Host], text: str, option: str) -> dict[str, set[int]]
     found: dict[str, set[int]] = {}
     for spec in text.split("@"):
         name, colon, slots = (part.strip() for part in spec.partition(":"))
-        if not name or (colon and re.fullmatch(r"\d+(\s*,\s*\d+)*", slots) is None):
+        if not name or (colon and re.fullmatch(r"[0-9]{1,9}(\s*,\s*[0-9]{1,9})*", slots) is None):
             raise LaunchError(f"{option} {text}: expected {_SPEC}; found {spec!r}")
         if name not in known:
             raise LaunchError(f"{option} {text}: there is no host {name}; the hosts are {_listed(hosts)}")

@@ -69,7 +69,7 @@ class Options:
         int | None, _option("Port there. Without it: a free one.", "master_port", min=1, max=65535)
     ] = None
     node_rank: Annotated[
-        int | None, _option("Start this machine's part only, as this number of --num_nodes.", "node_rank", min=0)
+        int | None, _option("Start this machine's part only, as this number of --num_nodes.", "node_rank", min=-1)
     ] = None
     no_ssh: Annotated[
         bool, _option("With a hostfile: start this machine's part only (give --node_rank).", "no_ssh")
@@ -129,6 +129,9 @@ class Options:
     autotuning: Annotated[str, _hidden("autotuning")] = ""
     save_pid: Annotated[bool, _hidden("save_pid")] = False
     no_ssh_check: Annotated[bool, _hidden("no_ssh_check")] = False
+    venv_script: Annotated[str, _hidden("venv_script")] = ""
+    log_level: Annotated[str, _hidden("log_level")] = "info"
+    quiet: Annotated[bool, _hidden("q", "quiet")] = False
     # what the launcher tells a node
     as_node: Annotated[bool, _hidden("as_node")] = False
     peer: Annotated[str, _hidden("peer")] = ""

@@ -27,8 +27,10 @@ _REFUSED = (
     ("elastic_training", "give --max_restarts and --min_nodes instead; ranks then start again with who is left"),
     ("max_elastic_nodes", "--num_nodes is the largest number; see --min_nodes and --max_restarts"),
     ("autotuning", "Onefold has no autotuner; onefold.predicted computes the memory of a plan"),
+    ("venv_script", "ranks run under the Python that runs `onefold run`; start it from that environment"),
     ("save_pid", "the launcher's process id is that of `onefold run` itself: `echo $!`"),
 )
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def start(options: Options, path: str, args: Sequence[str]) -> int:
@@ -37,6 +39,7 @@ def start(options: Options, path: str, args: Sequence[str]) -> int:
     Raises:
         LaunchError: what was asked for makes no sense, or cannot be started.
     """
+    options = _plain(options)
     _check(options)
     script = _script(options, path, tuple(args))
     if options.scheduler:
@@ -45,6 +48,13 @@ def start(options: Options, path: str, args: Sequence[str]) -> int:
     if options.node_rank is not None or hosts is None or _only_here(options, hosts):
         return _start_here(options, _here(options, script, hosts))
     return _start_there(options, script, hosts)
+
+
+def _plain(options: Options) -> Options:
+    """As DeepSpeed's launcher reads them: -1 is not given, and a launcher may be written in capitals."""
+    names = ("num_nodes", "num_gpus", "node_rank", "max_elastic_nodes", "min_nodes")
+    left_out = {name: None for name in names if getattr(options, name) == -1}
+    return replace(options, launcher=options.launcher.lower(), **left_out)  # type: ignore[arg-type]  # each may be None
 
 
 def _check(options: Options) -> None:
@@ -56,6 +66,7 @@ def _check(options: Options) -> None:
         raise LaunchError(
             f"--launcher {options.launcher}: machines are reached by ssh, ranks started by torchrun; {way}"
         )
+    _check_values(options)
     if options.num_gpus is not None and options.nproc is not None:
         raise LaunchError("--num_gpus and --nproc both say how many ranks a machine has; give one")
     if options.module and options.no_python:
@@ -72,6 +83,14 @@ def _check(options: Options) -> None:
         raise LaunchError(f"--min_nodes {options.min_nodes}: at least one machine has to be left")
 
 
+def _check_values(options: Options) -> None:
+    if options.log_level not in _LEVELS:
+        raise LaunchError(f"--log_level {options.log_level}: expected one of {', '.join(_LEVELS)}")
+    for name, number in (("num_nodes", options.num_nodes), ("num_gpus", options.num_gpus)):
+        if number is not None and number < 1:
+            raise LaunchError(f"--{name} {number}: expected at least 1; leave it out for all there are")
+
+
 def _check_no_scheduler(options: Options) -> None:
     for name in ("output", "submit", "job_name", "image", "sbatch", "account", "comment"):
         if getattr(options, name):
@@ -86,6 +105,12 @@ def _script(options: Options, path: str, args: tuple[str, ...]) -> Script:
     return Script(path=path, args=args, module=options.module, no_python=options.no_python, local_rank=wanted)
 
 
+def _tell(options: Options, text: str) -> None:
+    """Say what is good to know, unless only warnings are wanted."""
+    if options.log_level in ("debug", "info") and not options.quiet:
+        print(f"onefold run: {text}", file=sys.stderr)
+
+
 # --- which machines
 
 
@@ -94,7 +119,7 @@ def _hosts(options: Options) -> list[Host] | None:
     path = options.hostfile
     if path is None and not options.as_node and _CLUSTER_HOSTFILE.exists():
         path = _CLUSTER_HOSTFILE
-        print(f"onefold run: the hosts are those of {path}, as for DeepSpeed's launcher", file=sys.stderr)
+        _tell(options, f"the hosts are those of {path}, as for DeepSpeed's launcher")
     if path is None:
         return None
     num_gpus = options.num_gpus if options.nproc is None else options.nproc
@@ -134,7 +159,7 @@ def _environment(options: Options) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in variables.env_files(here.get("DS_ENV_FILE", ".deepspeed_env"), [Path.home(), Path.cwd()]):
         read = variables.read_env_file(path)
-        print(f"onefold run: {len(read)} variables from {path}: {', '.join(read)}", file=sys.stderr)
+        _tell(options, f"{len(read)} variables from {path}: {', '.join(read)}")
         found |= read
     return found | variables.given(options.env, here)
 

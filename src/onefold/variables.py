@@ -28,7 +28,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         LaunchError: it cannot be read, or a line is wrong; file and line are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     found = {}

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from onefold.errors import ConfigError
 from onefold.report import report
 
 
@@ -13,10 +14,19 @@ def command(
         Path | None, typer.Option(help="A DeepSpeed configuration: say what each of its keys becomes.")
     ] = None,
 ) -> None:
-    """Versions, cards, links, which kernels are native, what is missing and how to get it; for bug reports."""
+    """Versions, cards, links, which kernels are native, what is missing and how to get it; for bug reports.
+
+    With --config, the exit code is 1 where the configuration cannot be used.
+    """
     if config is None:
         typer.echo(report())
         return
     from onefold import deepspeed  # needs the extra "deepspeed"
 
     typer.echo(deepspeed.report(config))
+    try:
+        refused = bool(deepspeed.examine(config).problems)
+    except ConfigError:  # no such file, or no JSON; the report says so
+        refused = True
+    if refused:
+        raise typer.Exit(1)

@@ -36,6 +36,7 @@ _REASONS = {  # by what a module's name starts with
     "linear": "use peft, whose adapters run as they are",
     "model_implementations": "there is no engine for inference",
     "module_inject": "layers are the model's own",
+    "moe": "there is no expert parallelism",
     "monitor": "nothing is written to monitors",
     "profiling": "nothing is profiled; use torch.profiler",
     "sequence": "there is no sequence parallelism",
@@ -85,7 +86,8 @@ class Stead(MetaPathFinder):
             reasons = [why for part, why in _REASONS.items() if f"{asked}.".startswith(f"{part}.")]
             told = f"onefold.deepspeed has nothing for {fullname}" + "".join(f": {why}" for why in reasons)
             raise ModuleNotFoundError(told, name=fullname)
-        return ModuleSpec(fullname, _Same(), origin=ours.origin, is_package=ours.submodule_search_locations is not None)
+        # All are packages here: then what is looked for inside a plain module is looked for, and refused, here too.
+        return ModuleSpec(fullname, _Same(), origin=ours.origin, is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
         wanted = (context or DistributionFinder.Context()).name

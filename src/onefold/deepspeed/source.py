@@ -16,6 +16,7 @@ from onefold.errors import ConfigError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.+-])")
+_HALF = re.compile("[\ud800-\udfff]")
 _WORDS = {"true": True, "false": False, "null": None}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 64
@@ -77,10 +78,19 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise ConfigError(f"{path or 'top level'}: keys are strings, not {key!r}")
-        return {key: _plain(item, f"{path}.{key}" if path else key, depth + 1) for key, item in value.items()}
+            _check_text(key, path or "top level")
+        return {key: _plain(item, _join(path, key), depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{place}]", depth + 1) for place, item in enumerate(value)]
+    if isinstance(value, str):
+        _check_text(value, path)
     return value
+
+
+def _check_text(text: str, path: str) -> None:
+    """No halves of surrogate pairs: nobody can print them, not even a message."""
+    if _HALF.search(text):
+        raise ConfigError(f"{path}: {ascii(text)[:80]} holds half of a surrogate pair, which is no character")
 
 
 def _parse(text: str, name: str) -> Source:
@@ -132,6 +142,8 @@ class _Parser:
             value, end = scanstring(self.text, place + 1, True)
         except JSONDecodeError as error:
             self.fail(error.pos, f"{error.msg[:1].lower()}{error.msg[1:]}")
+        if _HALF.search(value):
+            self.fail(place, f"{ascii(value)[:80]} holds half of a surrogate pair, which is no character")
         return value, end
 
     def scalar(self, place: int) -> tuple[Any, int]:

@@ -29,11 +29,11 @@ def said(value: Any) -> str:
 
 def _refuse(expected: str, value: Any) -> PydanticCustomError:
     hint = ""
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         hint = ': nothing fills in "auto" here'
     elif isinstance(value, str) and value.strip().lower() in ("true", "false"):
         hint = f": write {value.strip().lower()} without quotes"
-    elif "true or false" in expected and value in (0, 1) and not isinstance(value, bool):
+    elif "true or false" in expected and isinstance(value, Real) and value in (0, 1):
         hint = f": write {'true' if value else 'false'}"
     # Braces would be taken for the message's own places.
     return PydanticCustomError("value", "{text}", {"text": f"expected {expected}, not {said(value)}{hint}"})
@@ -107,7 +107,7 @@ def one_of(*names: str, or_null: bool = False) -> Any:
 
 def _interval(value: Any) -> int | float | None:
     """A number of steps, null or infinity: never (as Accelerate writes it)."""
-    return value if value in (None, math.inf) and not isinstance(value, bool) else _count(value)
+    return value if value is None or (isinstance(value, float) and value == math.inf) else _count(value)
 
 
 def _flag(value: Any) -> bool:
