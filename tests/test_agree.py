@@ -151,6 +151,28 @@ def test_what_one_rank_does_alone_is_named_on_every_rank(ranks, name, plan, tmp_
         assert f"rank 0 came to the {name}; rank 1 came to the" in message
 
 
+def trained_apart(rank, num_ranks, plan, depth):
+    """Rank 0 trains one model, rank 1 the other."""
+    models = [
+        onefold.shard(build(Stack), NAMED_PLANS[plan]),
+        onefold.shard(build(lambda: Stack(depth)), NAMED_PLANS[plan]),
+    ]
+    try:
+        models[rank](torch.ones(3, 4)).square().mean().backward()
+    except OrderMismatchError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3"])
+@pytest.mark.parametrize("depth", [3, 200], ids=["as large", "larger than one message"])
+def test_ranks_that_train_different_models_are_told(ranks, plan, depth):
+    for message in ranks(2).run(trained_apart, plan, depth, timeout_s=PATIENCE_S):
+        assert message is not None
+        assert "of model 1, a " in message
+        assert "of model 2, a " in message
+
+
 # --- work of many collectives
 
 

@@ -1,10 +1,11 @@
 """Owns the points of a step where ranks meet on the control plane, and the proof that they met at the same one.
 
-Every message has one length, so ranks that come for different things still understand each other, and all of them
-raise.
+Every first message has one length, whatever the model, so ranks that come for different things still understand each
+other, and all of them raise.
 """
 
 from collections.abc import Sequence
+from secrets import randbits
 from typing import NoReturn
 from zlib import crc32
 
@@ -14,21 +15,27 @@ from onefold.errors import OrderMismatchError
 _WORD = 62
 _SHORT = 4
 """Numbers that the shortest message holds."""
+_FIRST_WORDS = 32
+"""Words of flags in the first message: some 650 parameters. Only larger models have a second one."""
 
 
 class Meeting:
     """Exchanges of small messages between the ranks of one model.
 
     Args:
-        num_flags: the most flags that one message carries; equal on every rank.
+        num_flags: the most flags that are exchanged at once; equal on every rank.
+        name: what errors call the model.
     """
 
-    def __init__(self, comm: Comm, num_flags: int) -> None:
+    def __init__(self, comm: Comm, num_flags: int, name: str) -> None:
         self.rank = comm.rank
         self.is_apart = False
         """Whether ranks came to the latest meeting for different things."""
         self._comm = comm
-        self._num_words = -(-num_flags // _WORD)
+        self._num_words = max(-(-num_flags // _WORD), _FIRST_WORDS)
+        self._name = name
+        self._model = comm.exchange_objects(randbits(_WORD))[0]
+        """A number of this model alone, the same on every rank: another one may have as many parameters."""
 
     def exchange(
         self, kind: str, numbers: Sequence[int] = (), flags: Sequence[bool] = ()
@@ -43,15 +50,19 @@ class Meeting:
             words[place // _WORD] |= flag << place % _WORD
         padded = [*numbers, *[0] * (_SHORT - len(numbers))]
         self.is_apart = True
-        messages = self._comm.exchange([crc32(kind.encode()), *padded, *words])
-        if any(message[0] != messages[0][0] for message in messages):
+        first = [crc32(kind.encode()), self._model, *padded, *words[:_FIRST_WORDS]]
+        messages = self._comm.exchange(first)
+        if any(message[:2] != first[:2] for message in messages):
             self._fail_apart(kind)
+        told = [message[2 + _SHORT :] for message in messages]
+        if self._num_words > _FIRST_WORDS:
+            told = [[*have, *more] for have, more in zip(told, self._comm.exchange(words[_FIRST_WORDS:]), strict=True)]
         self.is_apart = False
         merged = [0] * self._num_words
-        for message in messages:
-            merged = [have | new for have, new in zip(merged, message[1 + _SHORT :], strict=True)]
+        for each in told:
+            merged = [have | new for have, new in zip(merged, each, strict=True)]
         united = [bool(merged[place // _WORD] >> place % _WORD & 1) for place in range(len(flags))]
-        return [message[1 : 1 + len(numbers)] for message in messages], united
+        return [message[2 : 2 + len(numbers)] for message in messages], united
 
     def tell(self, story: str) -> list[str]:
         """Every rank's story, by rank; for errors that all ranks found at the same meeting."""
@@ -63,8 +74,16 @@ class Meeting:
         return self._comm.exchange(order)[0]
 
     def _fail_apart(self, kind: str) -> NoReturn:
-        where = "; ".join(f"rank {rank} came to the {told}" for rank, told in enumerate(self.tell(kind)))
+        told = self._comm.exchange_objects((kind, self._model, self._name))
+        where = "; ".join(f"rank {rank} came to the {each[0]}{_of(each, told)}" for rank, each in enumerate(told))
         raise OrderMismatchError(
             f"ranks are at different points of the step: {where} (this is rank {self.rank}). Every rank must run the "
             "same forwards, backwards and steps, and be inside accumulate(model) and gathered(model) at the same times"
         )
+
+
+def _of(mine: tuple[str, int, str], told: Sequence[tuple[str, int, str]]) -> str:
+    """Of which model a rank told, where they told of different ones."""
+    _, model, name = mine
+    numbers = list(dict.fromkeys(number for _, number, _ in told))
+    return "" if len(numbers) == 1 else f" of model {numbers.index(model) + 1}, a {name}"
