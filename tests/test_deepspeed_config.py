@@ -188,6 +188,7 @@ WRONG = [
     ({"steps_per_print": "auto"}, "steps_per_print", '"auto"'),
     ({"optimizer": {"params": {}}}, "optimizer.type", "missing"),
     ({"optimizer": {"type": "Adan"}}, "optimizer.type", "did you mean"),
+    ({"optimizer": {"type": "DeepSpeedCPUAdagrad"}}, "optimizer.type", "did you mean Adagrad?"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "nearest: AdamW"),
     ({"optimizer": {"type": "Adafactor"}}, "optimizer.type", "whole matrices"),
     ({"optimizer": {"type": "Adam", "params": {"beta": [0.9, 0.99]}}}, "optimizer.params.beta", "did you mean betas?"),

@@ -83,7 +83,8 @@ def _torch_optimizer(reading: Reading, kind: str, params: Mapping[str, Any]) -> 
     if kind not in _TORCH_OPTIMIZERS:
         known = [*_TORCH_OPTIMIZERS, *(name for name in ("Lion",))]
         folded = {name.lower(): name for name in known}
-        close = get_close_matches(kind.lower(), folded, n=1, cutoff=0.6)
+        plain = kind.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")  # names of classes
+        close = get_close_matches(plain, folded, n=1, cutoff=0.6)
         meant = f"did you mean {folded[close[0]]}?" if close else f"known are {', '.join(known)}"
         reading.refuse("optimizer.type", f"there is no optimizer {kind!r}; {meant}")
         return None
