@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --params 6.74
 
 A Llama-shaped model in bf16 with AdamW, a few steps old. In one run: how long the bytes of a rank take to host memory
-alone (locked memory, one copy, all ranks at once), and how long the system takes to find that memory; for how long an
-asynchronous save stops training, the first one, which also finds its memory, and the second; how fast a plain file of
-the same size comes to the disk, all ranks at once; how fast a save and a load are. DIR needs twice the checkpoint's
-size.
+alone (locked memory, one copy, all ranks at once), and how long the system takes to find that memory and to lock it;
+for how long an asynchronous save stops training, the first one, which also does that, and the second; how fast a plain
+file of the same size comes to the disk, all ranks at once; how fast a save and a load are. DIR needs twice the
+checkpoint's size.
 
 For how long training stops is told twice. "waiting": `stall_s` after the next step, the seconds that the loop stood
 still in `save` and in `optimizer.step`. "longer": how much longer save, forward, backward and step took together than a
@@ -67,10 +67,12 @@ def link_seconds(nbytes: int, device: str) -> float:
     return together(lambda: target.copy_(source, non_blocking=True)) * nbytes / len(source)
 
 
-def find_seconds(nbytes: int, num_threads: int) -> float:
-    """To get so much host memory."""
+def memory_seconds(nbytes: int, num_threads: int, device: str) -> dict[str, float]:
+    """To get so much host memory, and to lock it."""
     pages = Pages(nbytes)
-    return together(lambda: [each.result() for each in pages.find(num_threads)])
+    found = together(lambda: [each.result() for each in pages.find(num_threads)])
+    locked = together(lambda: pages.lock(0, nbytes)) if device == "cuda" else 0.0
+    return {"find_seconds": found, "lock_seconds": locked}
 
 
 def disk_seconds(nbytes: int, directory: Path, rank: int) -> float:
@@ -127,7 +129,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     session.runtime.catch_up()
     own = sum(entry.nbytes for entry in own_entries(session, optimizer, None))
     link = link_seconds(own, words.device)
-    found = find_seconds(own, len(session.cores))
+    memory = memory_seconds(own, -(-len(session.cores) // 2), words.device)
     stopped = stops(model, optimizer, words, directory / "beside")
     shutil.rmtree(directory / "beside", ignore_errors=True)
     return {
@@ -137,7 +139,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         "num_ranks": session.comm.num_ranks,
         "rank_bytes": own,
         "link_seconds": link,
-        "find_seconds": found,
+        **memory,
         **stopped,
         **({} if words.stops_only else at_disk(model, optimizer, directory, own, rank)),
     }
@@ -168,7 +170,7 @@ def show(row: dict[str, Any]) -> None:
     total = gb * row["num_ranks"]
     print(f"{row['num_ranks']} ranks, {gb:.2f} GB each, {row['plan']}, {row['params']}e9 parameters")
     print(f"over the link alone    {link:8.3f} s  {gb / link:.2f} GB/s a rank")
-    print(f"its memory found       {row['find_seconds']:8.3f} s")
+    print(f"its memory found       {row['find_seconds']:8.3f} s, locked {row['lock_seconds']:.3f} s")
     print(f"a step without a save  {row['step_seconds']:8.3f} s")
     for which, waiting, longer in zip(("first", "second"), row["waiting_seconds"], row["longer_seconds"], strict=True):
         print(f"{which + ' save, waiting':23}{waiting:8.3f} s  {waiting / link:.2f} of the link's")

@@ -1,4 +1,5 @@
 """Promise: the floors hold. A module imports only from modules below it, and each outside thing has one door.
+
 Each check is shown samples that it must refuse: a floor that nothing can break is not held.
 """
 
@@ -33,7 +34,6 @@ FLOORS = (
             "peers",
             "cores",
             "worker",
-            "crew",
             "pages",
             "tier",
             "disk",
@@ -132,9 +132,8 @@ DOORS = (
         methods=("record_stream", "record_event", "wait_stream", "wait_event"),
         modules=("streams",),
     ),
-    # A rank asks the kernel to end it with its launcher; it cannot import native.py for that. Memory is moved without
-    # the lock of the interpreter.
-    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "pages", "replace", "start_rank")),
+    # A rank asks the kernel to end it with its launcher; it cannot import native.py for that.
+    Door(names=("ctypes", "_ctypes", "cffi"), modules=("native", "replace", "start_rank")),
     # What starts processes: the launcher, a rank's first moment, and the harness that tests run ranks with.
     Door(names=("os.environ", "os.environb", "os.getenv", "os.putenv"), modules=("launch", "start_rank", "testing")),
 )

@@ -1,4 +1,4 @@
-"""Promise: on GPUs a save beside training holds the moment it was asked for: the first one, which finds its memory as
+"""Promise: on GPUs a save beside training holds the moment it was asked for: the first one, which locks its memory as
 it goes, and the second, however late its copies begin. Memory that cannot be locked is an error, once.
 """
 
@@ -19,7 +19,7 @@ def save_and_train(rank, num_ranks, directory, plan):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     torch.manual_seed(0)
-    # On one rank it is, with its state, larger than what comes down at once.
+    # On one rank it is, with its state, larger than what is locked at once.
     model = onefold.shard(Tower(1024, 3).to(device), NAMED_PLANS[plan], precision=onefold.Precision(params="bf16"))
     optimizer = onefold.AdamW(model, lr=1e-3)
     late(session_of(model, "a test").lanes.down)

@@ -18,11 +18,11 @@ import torch
 
 import onefold
 from checkpoint_faults import SmallRun, after, hold_copies, same
-from onefold.checkpoint.copies import Copies, new_room
+from onefold.checkpoint.copies import Copies
 from onefold.checkpoint.entries import Reading, whole_entry
 from onefold.checkpoint.files import Files
 from onefold.errors import CheckpointError, HostMemoryError
-from onefold.pages import PIECE_BYTES, LockedWay, Pages, Room, StraightWay
+from onefold.pages import PIECE_BYTES, LockedRoom, Pages, PlainRoom
 from onefold.session import session_of
 from onefold.streams import HostLanes, Ticket
 from test_checkpoint_async import Gated, opening
@@ -273,25 +273,25 @@ def test_a_strided_tensor_is_read_in_parts_without_being_copied_as_a_whole():
     assert torch.equal(entry.read(start, start + 2**20 + 6), torch.cat([row[-3:], row, row[:3]]))
 
 
-class Noted(StraightWay):
-    """Puts down how much it brings at once."""
+class Noted(PlainRoom):
+    """Puts down how far it is reached."""
 
-    def __init__(self):
-        self.brought = []
+    def __init__(self, nbytes):
+        super().__init__(nbytes)
+        self.reached = []
 
-    def bring(self, launch, target):
-        self.brought.append(len(target))
-        super().bring(launch, target)
+    def reach(self, stop):
+        self.reached.append(stop)
 
 
 def test_large_tensors_are_copied_in_pieces_of_which_none_goes_across_the_room_s():
     tensors = [torch.arange(3, dtype=torch.int8), torch.arange(PIECE_BYTES // 2, dtype=torch.int64)]
     entries = [whole_entry(str(number), tensor) for number, tensor in enumerate(tensors)]
-    way = Noted()
-    copies = Copies(entries, torch.device("cpu"), HostLanes(), Room(64 + tensors[1].nbytes, [way]))
+    room = Noted(64 + tensors[1].nbytes)
+    copies = Copies(entries, torch.device("cpu"), HostLanes(), room)
     copies.make_at_once()
     assert copies.are_all
-    assert way.brought == [3, PIECE_BYTES - 64, *3 * [PIECE_BYTES], 64]
+    assert room.reached == [3, *(PIECE_BYTES * number for number in range(1, 5)), len(room.whole)]
     for entry, tensor in zip(copies.entries, tensors, strict=True):
         assert entry.reading == Reading.IN_PLACE
         assert torch.equal(entry.read(0, tensor.numel()), tensor)
@@ -304,77 +304,39 @@ class LateLane:
         return Ticket(lambda: None, keep, finish_on_host=launch)
 
 
-class Refusing(StraightWay):
-    """Brings so many pieces and no more."""
+class Refusing(PlainRoom):
+    """Has too little memory in the end."""
 
-    def __init__(self, number):
-        self.left = number
-
-    def bring(self, launch, target):
-        if not self.left:
+    def reach(self, stop):
+        if stop == len(self.whole):
             raise HostMemoryError("there is no more")
-        self.left -= 1
-        super().bring(launch, target)
 
 
 def test_copies_are_made_only_when_they_are_there_and_one_that_fails_leaves_none_under_way():
     tensors, lanes = [torch.full((16,), float(number)) for number in range(20)], HostLanes()
     lanes.down = LateLane()
     entries = [whole_entry(str(number), tensor) for number, tensor in enumerate(tensors)]
-    for number in (20, 19):
-        room = Room(64 * len(tensors), [Refusing(number)])
+    for kind in (PlainRoom, Refusing):
+        room = kind(64 * len(tensors))
         room.whole.fill_(255)
         copies = Copies(entries, torch.device("cpu"), lanes, room)
-        with nullcontext() if number == 20 else pytest.raises(HostMemoryError):
+        with pytest.raises(HostMemoryError) if kind is Refusing else nullcontext():
             copies.make_at_once()
         made = room.whole.view(torch.float32).view(len(tensors), 16)
         assert torch.equal(made[:-1], torch.stack(tensors[:-1]))
-        assert torch.equal(made[-1], tensors[-1]) == (number == 20)
+        assert torch.equal(made[-1], tensors[-1]) == (kind is PlainRoom)
 
 
-class Meeting(LockedWay):
-    """Brings its first piece when all of them have one, or fails there."""
-
-    def __init__(self, barrier, fails):
-        super().__init__(torch.empty(PIECE_BYTES, dtype=torch.uint8))
-        self.barrier = barrier
-        self.fails = fails
-        self.is_first = True
-
-    def bring(self, launch, target):
-        if self.is_first:
-            self.barrier.wait(60)
-            self.is_first = False
-        if self.fails:
-            raise HostMemoryError("there is no more")
-        super().bring(launch, target)
-
-
-@pytest.mark.parametrize("failing", [None, 0, 2])
-def test_every_way_into_the_room_has_a_thread_and_one_that_fails_ends_all(failing):
-    tensors = [torch.randn(1000) for _ in range(50)]
-    entries = [whole_entry(str(number), tensor) for number, tensor in enumerate(tensors)]
-    barrier, before = threading.Barrier(3), threading.active_count()
-    room = Room(4032 * len(tensors), [Meeting(barrier, number == failing) for number in range(3)])
-    copies = Copies(entries, torch.device("cpu"), HostLanes(), room)
-    with nullcontext() if failing is None else pytest.raises(HostMemoryError):
-        copies.make_at_once()
-    assert threading.active_count() == before
-    for entry, tensor in zip(copies.entries, tensors, strict=True):
-        assert torch.equal(entry.read(0, tensor.numel()), tensor)
-        assert (entry.read(0, 1).data_ptr() == tensor.data_ptr()) == (failing is not None)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "num_threads", "number"),
-    [(1, 3, 1), (PIECE_BYTES, 3, 1), (PIECE_BYTES + 1, 3, 2), (9 * PIECE_BYTES, 3, 3), (20 * PIECE_BYTES, 200, 16)],
-)
-def test_little_is_locked_for_copies_from_a_gpu(nbytes, num_threads, number):
-    locked = []
+def test_room_is_locked_once_in_whole_pieces_as_far_as_it_is_reached():
+    locked, nbytes = [], 5 * PIECE_BYTES + 100
     with patch.object(Pages, "lock", lambda self, start, stop: locked.append((start, stop))):  # there is no driver here
-        room = new_room(nbytes, torch.device("cuda"), num_threads)
-    assert locked == [(0, number * PIECE_BYTES)]
-    assert len(room.ways) == number
+        room = LockedRoom(nbytes, num_threads=2)
+        room.reach(1)
+        assert locked == [(0, 4 * PIECE_BYTES)]
+        for _ in range(2):
+            room.reach(nbytes)
+    assert locked == [(0, 4 * PIECE_BYTES), (4 * PIECE_BYTES, nbytes)]
+    assert not room.whole.any()
 
 
 def test_what_is_forked_has_nothing_of_the_room_and_loses_nothing_with_it():

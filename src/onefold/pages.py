@@ -1,9 +1,8 @@
 """Owns page-locked host memory in exact sizes (torch's own allocator rounds up to powers of two), and the room that
-saves copy into. Memory is first found, by several threads, and then locked.
+saves copy into. Memory is first found, by several threads, and then locked: as a whole, or in pieces beside other work.
 """
 
 import atexit
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 
 from onefold.errors import HostMemoryError
-from onefold.streams import Ticket
 
-PIECE_BYTES = 2**24
+PIECE_BYTES = 2**26
 """What a thread asks the system for at once, and what is copied at once."""
+_LOCKED_AT_ONCE = 4 * PIECE_BYTES
+"""Whoever launches kernels waits while the driver locks: not for long."""
 
 
 class Pages:
@@ -90,47 +90,45 @@ def pinned(numel: int, dtype: torch.dtype, num_threads: int) -> Tensor:
     return pages.whole.view(dtype)
 
 
-class Way(Protocol):
-    """Takes one copy at a time into the memory of a `Room`."""
+class Room(Protocol):
+    """Host memory for copies, kept for the next save: getting it takes longer than copying."""
 
-    def bring(self, launch: Callable[[Tensor], Ticket], target: Tensor) -> None:
-        """Have `launch` copy into memory of the target's size (1-D, uint8), and come back when it is in the target."""
+    whole: Tensor
+    """[nbytes] of uint8."""
+
+    def reach(self, stop: int) -> None:
+        """Come back when bytes before `stop` can be copied into at full speed. A copy stays within one of the pieces of
+        `PIECE_BYTES`.
+
+        Raises:
+            HostMemoryError: the system refuses to lock them.
+        """
         ...
 
 
-class Room:
-    """Host memory for copies, kept for the next save: getting it takes longer than copying.
+class PlainRoom:
+    """Where the computation is on the host itself."""
 
-    Attributes:
-        whole: [nbytes] of uint8.
-        ways: how copies come into it; several threads may use one each. None takes more than `PIECE_BYTES` at once.
-    """
+    def __init__(self, nbytes: int) -> None:
+        self.whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def __init__(self, nbytes: int, ways: "Sequence[Way]") -> None:
-        self.whole = Pages(nbytes).whole if nbytes else torch.empty(0, dtype=torch.uint8)
-        self.ways = ways
+    def reach(self, stop: int) -> None:
+        pass
 
 
-class StraightWay:
-    """For copies by the processor: into the target itself."""
+class LockedRoom:
+    """Locked piece by piece as it is first reached, while threads find memory for the pieces after."""
 
-    def bring(self, launch: Callable[[Tensor], Ticket], target: Tensor) -> None:
-        launch(target).wait_on_host()
+    def __init__(self, nbytes: int, num_threads: int) -> None:
+        self._pages = Pages(nbytes)
+        self.whole = self._pages.whole
+        self._found = self._pages.find(num_threads)  # now: no thread pool takes work once the main thread has ended
+        self._locked = 0
 
-
-class LockedWay:
-    """For copies by a GPU: into locked memory, and on from there by the calling thread, which finds the target's
-    memory by writing there. Were all of a room locked, kernels could not be launched while the driver locks it, which
-    takes as long as the copies do (docs/log.md).
-
-    Args:
-        locked: [PIECE_BYTES] of uint8.
-    """
-
-    def __init__(self, locked: Tensor) -> None:
-        self._locked = locked
-
-    def bring(self, launch: Callable[[Tensor], Ticket], target: Tensor) -> None:
-        part = self._locked[: len(target)]
-        launch(part).wait_on_host()
-        ctypes.memmove(target.data_ptr(), part.data_ptr(), len(target))  # on this thread alone, without Python's lock
+    def reach(self, stop: int) -> None:
+        while self._locked < stop:
+            end = min(self._locked + _LOCKED_AT_ONCE, len(self.whole))
+            for found in self._found[self._locked // PIECE_BYTES : -(-end // PIECE_BYTES)]:
+                found.result()
+            self._pages.lock(self._locked, end)
+            self._locked = end

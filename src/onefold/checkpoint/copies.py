@@ -2,10 +2,9 @@
 the rest beside the next forward and backward.
 
 They go down in pieces, few of which are under way at once: other copies to the host go in between, and what is made for
-a piece (joined exact weights) stays small. Each way into the room has a thread.
+a piece (joined exact weights) stays small.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -14,15 +13,11 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.entries import Entry, Reading, copy_of
-from onefold.crew import Crew
-from onefold.pages import PIECE_BYTES, LockedWay, Room, StraightWay, Way, pinned
+from onefold.pages import PIECE_BYTES, LockedRoom, PlainRoom, Room
 from onefold.streams import Lanes, Ticket
 
 _ALIGN_BYTES = 64
-_MOST_WAYS = 16
-"""Each a thread and locked memory. Eight bring 12 GB/s into memory that is only found then, a fifth of a fast link."""
-_Piece = tuple[Entry, int, int, int]
-"""An entry, where its copy begins in the room, and the bytes of the room that this piece of it fills."""
+_MOST_UNDER_WAY = 8
 
 
 def room_bytes(entries: Sequence[Entry]) -> int:
@@ -31,16 +26,8 @@ def room_bytes(entries: Sequence[Entry]) -> int:
 
 
 def new_room(nbytes: int, device: torch.device, num_threads: int) -> Room:
-    """Room for copies of what is on `device`.
-
-    Raises:
-        HostMemoryError: the system refuses to lock the little that is locked.
-    """
-    if device.type == "cpu":
-        return Room(nbytes, [StraightWay()])
-    number = max(min(num_threads, _MOST_WAYS, -(-nbytes // PIECE_BYTES)), 1)
-    locked = pinned(number * PIECE_BYTES, torch.uint8, num_threads)
-    return Room(nbytes, [LockedWay(part) for part in locked.split(PIECE_BYTES)])
+    """Room for copies of what is on `device`."""
+    return LockedRoom(nbytes, num_threads) if device.type == "cuda" and nbytes else PlainRoom(nbytes)
 
 
 class Copies:
@@ -73,56 +60,38 @@ class Copies:
         """Copy what may change at any time."""
         self._make(Reading.AT_ONCE)
 
+    @torch.no_grad()
     def make_beside(self) -> None:
         """Copy what the next update changes; on a thread of its own."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has one
         self._make(Reading.BEFORE_STEP)
 
     def _make(self, reading: Reading) -> None:
-        places = self._places[reading]
-        pieces = deque(
-            (self.entries[index], start, first, last)
-            for index, start in places
-            for first, last in _pieces(start, start + self.entries[index].nbytes)
-        )
-        mine, *others = self._room.ways[: max(len(pieces), 1)]
-        crew = Crew(len(others), "onefold-copy")
+        under_way: list[Ticket] = []
         try:
-            jobs = [crew.submit(partial(self._carry, pieces, way)) for way in others]
-            self._carry(pieces, mine)
-            for job in jobs:
-                job.result()
+            for index, start in self._places[reading]:
+                entry = self.entries[index]
+                copy = self._room.whole[start : start + entry.nbytes].view(entry.dtype)
+                for first, last in _pieces(start, start + entry.nbytes):
+                    self._room.reach(last)
+                    part = slice((first - start) // entry.dtype.itemsize, (last - start) // entry.dtype.itemsize)
+                    launch = partial(self._copy, entry, part, copy[part])
+                    under_way.append(self._lanes.down.run(launch, after=[self._mark], keep=[entry]))
+                    _finish(under_way, _MOST_UNDER_WAY)
+                self.entries[index] = copy_of(entry, copy)
         finally:
-            pieces.clear()  # one that failed is enough
-            crew.leave()
-        for index, start in places:
-            entry = self.entries[index]
-            self.entries[index] = copy_of(entry, self._room.whole[start : start + entry.nbytes].view(entry.dtype))
+            _finish(under_way, 0)
 
-    @torch.no_grad()
-    def _carry(self, pieces: "deque[_Piece]", way: Way) -> None:
-        """Take pieces down, one after another, until none is left."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has one
-        while (piece := _next(pieces)) is not None:
-            entry, start, first, last = piece
-            way.bring(partial(self._launch, entry, first - start), self._room.whole[first:last])
-
-    def _launch(self, entry: Entry, start: int, target: Tensor) -> Ticket:
-        """Copy what lies `start` bytes behind the entry's first element."""
-        copy, first = target.view(entry.dtype), entry.start + start // entry.dtype.itemsize
-        after, keep = [self._mark.copy()], [entry]
-        return self._lanes.down.run(partial(self._copy, entry, first, copy), after=after, keep=keep)
-
-    def _copy(self, entry: Entry, first: int, copy: Tensor) -> None:
-        values = entry.read(first, first + len(copy))
+    def _copy(self, entry: Entry, part: slice, copy: Tensor) -> None:
+        values = entry.read(entry.start + part.start, entry.start + part.stop)
         copy.copy_(values, non_blocking=values.device == self._device)  # what is elsewhere is not on our lanes
 
 
-def _next(pieces: "deque[_Piece]") -> _Piece | None:
-    try:
-        return pieces.popleft()
-    except IndexError:
-        return None
+def _finish(under_way: list[Ticket], limit: int) -> None:
+    """Wait until so many are left."""
+    while len(under_way) > limit:
+        under_way.pop(0).wait_on_host()
 
 
 def _pieces(start: int, stop: int) -> list[tuple[int, int]]:

@@ -17,13 +17,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import BinaryIO
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from onefold.crew import Crew
 from onefold.errors import CheckpointError
 from onefold.replace import exchange
 
@@ -170,6 +171,40 @@ def block_bytes(nbytes: int, num_tensors: int) -> int:
     return min(max(1 << max(wanted.bit_length() - 1, 0), LEAST_BLOCK), MOST_BLOCK)
 
 
+_Job = tuple["Future[array[int]]", Callable[[], "array[int]"]]
+
+
+class _Crew:
+    """Threads that work off jobs. A ThreadPoolExecutor refuses jobs once the main thread has ended, and a save may go
+    on then."""
+
+    def __init__(self, number: int) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = [Thread(target=self._serve, name="onefold-write") for _ in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], "array[int]"]) -> "Future[array[int]]":
+        future: Future[array[int]] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def leave(self) -> None:
+        """Come back when every job is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class BlockWriter:
     """Writes one data file and the checksums of its blocks.
 
@@ -183,7 +218,7 @@ class BlockWriter:
         self._block = block
         with named(path, "written"):
             self._file = files.create(path)
-        self._crew = Crew(_NUM_BUFFERS, "onefold-write")
+        self._crew = _Crew(_NUM_BUFFERS)
         self._buffers: list[bytearray] = []
         self._jobs: list[Future[array[int]]] = []
         self._filled = 0

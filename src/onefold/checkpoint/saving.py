@@ -162,12 +162,12 @@ def _copies(session: Session, entries: Sequence[Entry], all_more: Mapping[str, i
     nbytes = room_bytes(entries)
     if _more_room(session, nbytes):
         session.room = None  # first: both together may be too much
+    session.room = session.room or new_room(nbytes, session.device, -(-len(session.cores) // 2))
+    copies = Copies(entries, session.device, session.lanes, session.room)
     try:
-        session.room = session.room or new_room(nbytes, session.device, len(session.cores))
+        copies.make_at_once()
     except HostMemoryError as error:
         raise CheckpointError(f"{error}; or save with asynchronous=False, which makes no copies") from error
-    copies = Copies(entries, session.device, session.lanes, session.room)
-    copies.make_at_once()
     return copies
 
 
