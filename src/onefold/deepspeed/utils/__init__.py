@@ -4,7 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from onefold.deepspeed.fragments import (
+from onefold.deepspeed.refused import refused
+from onefold.deepspeed.runtime.dataloader import RepeatingLoader
+from onefold.deepspeed.utils import groups
+from onefold.deepspeed.utils.logging import log_dist, logger
+from onefold.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -19,10 +23,6 @@ from onefold.deepspeed.fragments import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from onefold.deepspeed.refused import refused
-from onefold.deepspeed.runtime.dataloader import RepeatingLoader
-from onefold.deepspeed.utils import groups
-from onefold.deepspeed.utils.logging import log_dist, logger
 from onefold.errors import ConfigError
 
 __all__ = [
