@@ -88,9 +88,13 @@ def _plain(value: Any, path: str, depth: int) -> Any:
 
 
 def _check_text(text: str, path: str) -> None:
-    """No halves of surrogate pairs: nobody can print them, not even a message."""
-    if _HALF.search(text):
-        raise ConfigError(f"{path}: {ascii(text)[:80]} holds half of a surrogate pair, which is no character")
+    if wrong := _wrong_in(text):
+        raise ConfigError(f"{path}: {wrong}")
+
+
+def _wrong_in(text: str) -> str | None:
+    """Halves of surrogate pairs: nobody can print them, not even a message."""
+    return f"{ascii(text)[:80]} holds half of a surrogate pair, which is no character" if _HALF.search(text) else None
 
 
 def _parse(text: str, name: str) -> Source:
@@ -142,8 +146,8 @@ class _Parser:
             value, end = scanstring(self.text, place + 1, True)
         except JSONDecodeError as error:
             self.fail(error.pos, f"{error.msg[:1].lower()}{error.msg[1:]}")
-        if _HALF.search(value):
-            self.fail(place, f"{ascii(value)[:80]} holds half of a surrogate pair, which is no character")
+        if wrong := _wrong_in(value):
+            self.fail(place, wrong)
         return value, end
 
     def scalar(self, place: int) -> tuple[Any, int]:
