@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from onefold.errors import ConfigError
 from onefold.report import report
 
 
@@ -21,12 +20,9 @@ def command(
     if config is None:
         typer.echo(report())
         return
-    from onefold import deepspeed  # needs the extra "deepspeed"
+    from onefold.deepspeed.report import judged  # needs the extra "deepspeed"
 
-    typer.echo(deepspeed.report(config))
-    try:
-        refused = bool(deepspeed.examine(config).problems)
-    except ConfigError:  # no such file, or no JSON; the report says so
-        refused = True
-    if refused:
+    text, is_right = judged(config)
+    typer.echo(text)
+    if not is_right:
         raise typer.Exit(1)

@@ -29,10 +29,15 @@ def report(config: Configuration, given: Given | None = None, *, width: int = 11
 
     A configuration that cannot be used is reported too: what is wrong stands first.
     """
+    return judged(config, given, width=width)[0]
+
+
+def judged(config: Configuration, given: Given | None = None, *, width: int = 110) -> tuple[str, bool]:
+    """What `report` returns, and whether nothing is wrong with the configuration."""
     try:
         outcome = examine(config, given)
     except ConfigError as error:
-        return f"refused: {error}\n"
+        return f"refused: {error}\n", False
     parts = [_summary(outcome)]
     named = {verdict.path for verdict in outcome.verdicts}
     for word in _ORDER:
@@ -43,7 +48,7 @@ def report(config: Configuration, given: Given | None = None, *, width: int = 11
             rows += [Verdict(path, None, word, text) for path, text in outcome.open.items() if path not in named]
         if rows:
             parts.append("\n".join([_HEADINGS[word], *_table(rows, outcome, width)]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts) + "\n", not outcome.problems
 
 
 def _summary(outcome: Outcome) -> str:
