@@ -6,7 +6,6 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from operator import is_
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -79,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups(model, session, no_decay, param_groups)
         super().__init__(groups, dict(rule.defaults()))
         self._updates = self._build_updates()
-        self._members = [list(group["params"]) for group in self.param_groups]
+        self._members = _members(self.param_groups)
         self._membership = _membership(model, self._members)
         session.optimizer = ref(self)
         self._work = self._arrange()
@@ -162,16 +161,13 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             OptimizerError: a group was added or removed, or its parameters changed, since the optimizer was built.
         """
-        groups = self.param_groups
-        if list(map(len, self._members)) == [len(group["params"]) for group in groups] and all(
-            all(map(is_, group["params"], members)) for group, members in zip(groups, self._members, strict=True)
-        ):
-            return
-        raise OptimizerError(
-            f"param_groups hold other parameters than when the optimizer was built (rank {self._session.comm.rank}): "
-            "groups keep their parameters. Hyper-parameters may change at any time; to stop training a parameter, "
-            "requires_grad_(False), or give its group lr=0; for other groups, build a new optimizer"
-        )
+        if _members(self.param_groups) != self._members:
+            rank = self._session.comm.rank
+            raise OptimizerError(
+                f"param_groups hold other parameters than when the optimizer was built (rank {rank}): groups keep "
+                "their parameters. Hyper-parameters may change at any time; to stop training a parameter, "
+                "requires_grad_(False), or give its group lr=0; for other groups, build a new optimizer"
+            )
 
     def _update(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> None:
         """Make the updates, or start them where they run beside the computation. See [Note: The gated step].
@@ -321,10 +317,15 @@ class Optimizer(torch.optim.Optimizer):
         return tuple(factor for factor in factors if factor != 1)
 
 
-def _membership(model: nn.Module, members: Sequence[Sequence[nn.Parameter]]) -> int:
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The ids of the parameters of each group; flat buffers keep all of them alive."""
+    return [[id(param) for param in group["params"]] for group in groups]
+
+
+def _membership(model: nn.Module, members: Sequence[Sequence[int]]) -> int:
     """Which parameters are in which group, in one number that is the same in every process."""
     names = {id(param): name for name, param in model.named_parameters()}
-    return crc32(repr([[names[id(param)] for param in params] for params in members]).encode())
+    return crc32(repr([[names[each] for each in ids] for ids in members]).encode())
 
 
 def _groups(
