@@ -8,6 +8,7 @@ import onefold
 from onefold import Precision
 from onefold.agree import united
 from onefold.errors import OnefoldError, OrderMismatchError, WeightsError
+from onefold.meeting import Meeting
 from onefold.mesh import connect
 from onefold.plan import NAMED_PLANS
 from ranks import Block, Stack, build, every_plan
@@ -171,6 +172,17 @@ def test_ranks_that_train_different_models_are_told(ranks, plan, depth):
         assert message is not None
         assert "of model 1, a " in message
         assert "of model 2, a " in message
+
+
+def met(rank, num_ranks, num_flags):
+    meeting = Meeting(connect(torch.device("cpu")), "a model")
+    return meeting.exchange("test", [rank, 7], [place % (rank + 5) == 0 for place in range(num_flags)])
+
+
+@pytest.mark.parametrize("num_flags", [0, 1, 62 * 32, 62 * 32 + 1, 5000])
+def test_flags_of_any_number_are_united(ranks, num_flags):
+    wanted = [place % 5 == 0 or place % 6 == 0 for place in range(num_flags)]
+    assert ranks(2).run(met, num_flags) == [([[0, 7], [1, 7]], wanted)] * 2
 
 
 # --- work of many collectives

@@ -16,23 +16,21 @@ _WORD = 62
 _SHORT = 4
 """Numbers that the shortest message holds."""
 _FIRST_WORDS = 32
-"""Words of flags in the first message: some 650 parameters. Only larger models have a second one."""
+"""Words of flags in the first message: those of some 650 parameters. More of them come in a second one."""
 
 
 class Meeting:
     """Exchanges of small messages between the ranks of one model.
 
     Args:
-        num_flags: the most flags that are exchanged at once; equal on every rank.
         name: what errors call the model.
     """
 
-    def __init__(self, comm: Comm, num_flags: int, name: str) -> None:
+    def __init__(self, comm: Comm, name: str) -> None:
         self.rank = comm.rank
         self.is_apart = False
         """Whether ranks came to the latest meeting for different things."""
         self._comm = comm
-        self._num_words = max(-(-num_flags // _WORD), _FIRST_WORDS)
         self._name = name
         self._model = comm.exchange_objects(randbits(_WORD))[0]
         """A number of this model alone, the same on every rank: another one may have as many parameters."""
@@ -40,25 +38,26 @@ class Meeting:
     def exchange(
         self, kind: str, numbers: Sequence[int] = (), flags: Sequence[bool] = ()
     ) -> tuple[list[list[int]], list[bool]]:
-        """Meet the other ranks for `kind`; returns their numbers by rank, and each flag or-ed over the ranks.
+        """Meet the other ranks for `kind`; returns their numbers by rank, and each flag or-ed over the ranks. For one
+        kind, all ranks of a model bring as many flags.
 
         Raises:
             OrderMismatchError: another rank came for something else.
         """
-        words = [0] * self._num_words
+        words = [0] * -(-len(flags) // _WORD)
         for place, flag in enumerate(flags):
             words[place // _WORD] |= flag << place % _WORD
-        padded = [*numbers, *[0] * (_SHORT - len(numbers))]
         self.is_apart = True
-        first = [crc32(kind.encode()), self._model, *padded, *words[:_FIRST_WORDS]]
+        head = [crc32(kind.encode()), self._model]
+        first = [*head, *_padded(numbers, _SHORT), *_padded(words[:_FIRST_WORDS], _FIRST_WORDS)]
         messages = self._comm.exchange(first)
-        if any(message[:2] != first[:2] for message in messages):
+        if any(message[:2] != head for message in messages):
             self._fail_apart(kind)
-        told = [message[2 + _SHORT :] for message in messages]
-        if self._num_words > _FIRST_WORDS:
+        told = [message[2 + _SHORT :][: len(words)] for message in messages]
+        if len(words) > _FIRST_WORDS:
             told = [[*have, *more] for have, more in zip(told, self._comm.exchange(words[_FIRST_WORDS:]), strict=True)]
         self.is_apart = False
-        merged = [0] * self._num_words
+        merged = [0] * len(words)
         for each in told:
             merged = [have | new for have, new in zip(merged, each, strict=True)]
         united = [bool(merged[place // _WORD] >> place % _WORD & 1) for place in range(len(flags))]
@@ -69,7 +68,7 @@ class Meeting:
         return [str(told) for told in self._comm.exchange_objects(story)]
 
     def exchange_order(self, order: Sequence[int]) -> list[int]:
-        """Rank 0's `order` (same length everywhere, no longer than the most flags)."""
+        """Rank 0's `order` (same length everywhere)."""
         self.exchange("end of the first backward pass")
         return self._comm.exchange(order)[0]
 
@@ -80,6 +79,10 @@ class Meeting:
             f"ranks are at different points of the step: {where} (this is rank {self.rank}). Every rank must run the "
             "same forwards, backwards and steps, and be inside accumulate(model) and gathered(model) at the same times"
         )
+
+
+def _padded(numbers: Sequence[int], length: int) -> list[int]:
+    return [*numbers, *[0] * (length - len(numbers))]
 
 
 def _of(mine: tuple[str, int, str], told: Sequence[tuple[str, int, str]]) -> str:

@@ -153,8 +153,7 @@ def _open_session(
     builder = Builder(formats, device, comm, lanes, houses)
     built = _build(model, specs, places, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
-    num_flags = 3 * sum(len(flat.params) for unit in built for flat in unit.flats) + len(built)
-    meeting = Meeting(comm, num_flags, type(model).__name__)
+    meeting = Meeting(comm, type(model).__name__)
     # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
     can_wait = device.type == "cuda" and not plan.params.partitioned
     bound = wait_for_oldest if can_wait else poll_oldest
