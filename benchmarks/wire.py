@@ -11,7 +11,8 @@ A unit has --numel bf16 elements over all ranks: a block of a 6.74B Llama unless
   computation's stream, here beside it), and by a copy for each;
 - reduce, direct 16 (on 2 or 4 GPUs, with Triton): one kernel on so many blocks of threads reads and sums all parts;
 - with --ctas 4, on GPUs: reduce, 4 CTAs, NCCL's on no more than so many blocks of threads, for slower traffic that
-  leaves more of the processors to the computation; and reduce, registered: NCCL's over memory registered with it.
+  leaves more of the processors to the computation; and reduce, registered: NCCL's over memory registered with it;
+- reduce, in pieces (GPUs): the nine gradients where they are, each piece to the rank that keeps it, with no collecting.
 
 "beside" is the time of matrix products that take about four times as long as the first row, with that traffic next to
 them; "cost" is what it adds to the time of the same products without any: what training pays. A GPU begins when all is
@@ -33,7 +34,7 @@ from onefold.comm import Comm, start
 from onefold.mesh import connect
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
 from onefold.streams import Ticket, lanes_for
-from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, on_few, registered
+from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, in_pieces, on_few, registered
 from workload import machine, synchronize
 
 WARM_UPS = 3
@@ -67,6 +68,7 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
         **{f"reduce, direct {number}": ("reduce", direct(number)) for number in (DIRECT if is_direct else ())},
         **{f"reduce, {number} CTAs": ("reduce", on_few(number, rest, whole)) for number in ctas},
         **({"reduce, registered": ("reduce", registered(comm, numel, device))} if ctas else {}),
+        **({"reduce, in pieces": ("reduce", in_pieces(comm, rest, gradients))} if device.type == "cuda" else {}),
     }
 
 

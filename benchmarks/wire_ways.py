@@ -112,6 +112,28 @@ def on_few(ctas: int, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
     return partial(dist.reduce_scatter_tensor, shard, whole, dist.ReduceOp.AVG, group)
 
 
+def in_pieces(comm: Comm, shard: torch.Tensor, gradients: Sequence[torch.Tensor]) -> Transfer:
+    """Gradients reduced where they are by one group of NCCL's calls, each piece to the rank whose shard has
+    its place; this rank's pieces then go into `shard`. Nothing has to be collected beforehand."""
+    device, group = shard.device, dist.new_group(backend="nccl")
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(comm.num_shards)]
+    at, numel = 0, shard.numel()
+    for gradient in gradients:
+        while len(gradient):
+            rank, room = at // numel, numel - at % numel
+            pieces[rank].append(gradient[:room])
+            at, gradient = at + len(pieces[rank][-1]), gradient[room:]
+
+    def transfer() -> None:
+        with dist._coalescing_manager(group=group, device=device):
+            for rank, parts in enumerate(pieces):
+                for part in parts:
+                    dist.reduce(part, op=dist.ReduceOp.AVG, group=group, group_dst=rank)
+        copy_together(pieces[comm.shard], shard)
+
+    return transfer
+
+
 def registered(comm: Comm, numel: int, device: torch.device) -> Transfer:
     """NCCL's reduce-scatter of sums over memory that it knows all ranks' addresses of (symmetric windows)."""
     group: Any = dist.new_group(backend="nccl")
