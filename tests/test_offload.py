@@ -237,6 +237,28 @@ def test_what_is_written_between_steps_stays(ranks, table, precision, is_gathere
     ranks(2).run(written, TABLES[table], PRECISIONS[precision], is_gathered)
 
 
+def reordered(weight):
+    weight.data.copy_(weight.data.flip(0))
+
+
+def flipped_in_a_column(weight):
+    with torch.no_grad():
+        weight[:, 1].neg_()  # an even number of words whose highest bit changes
+
+
+@pytest.mark.parametrize("write", [reordered, flipped_in_a_column])
+@pytest.mark.parametrize("table", [name for name in TABLES if not TABLES[name].params.partitioned])
+def test_what_is_written_is_seen_where_sums_are_as_before(table, write):
+    model = onefold.shard(build(lambda: nn.Linear(8, 8, bias=False)), TABLES[table])
+    optimizer = onefold.SGD(model, lr=0.0)
+    model(torch.ones(3, 8)).square().mean().backward()
+    optimizer.step()
+    write(model.weight)
+    want = tensors(model)
+    optimizer.step()
+    same(weights(model), want, 0)
+
+
 def written_and_saved(rank, num_ranks, directory, plan, precision):
     model = onefold.shard(build(Stack), plan, precision=precision)
     optimizer = onefold.SGD(model, lr=0.1)

@@ -160,6 +160,7 @@ class Builder:
         )
         if flat.has_twin:
             flat.publish(self._lanes, self._lanes.mark()).wait()
+            flat.note_versions()
         return flat
 
     def _whole(self, layout: Layout, kind: _Kind, rest: Rest) -> Tensor:

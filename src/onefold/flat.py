@@ -1,6 +1,7 @@
 """Owns a flat buffer with its parameters: their compute weights, and what training keeps beside them."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from onefold.gradients import Gradients
 from onefold.layout import Layout, Piece
 from onefold.streams import Lanes, Ticket
 from onefold.tier import Storehouse
+
+_NUM_FACTORS = 1021  # a prime: what moves by whole rows moves to other factors
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Flat:
     """When the latest copy of weights to the device is done: before, nobody reads there, nor writes where they rest."""
     checksum: Tensor | None = None
     """Of `weight` (0-dim, int64) when the twin last held the same."""
+    versions: tuple[int, ...] = ()
+    """Of the parameters, as autograd counts what is done to them in place, after the latest update."""
     current: Ticket = field(default_factory=Ticket)
     """When `weight` has the values of the latest update."""
     update: Ticket = field(default_factory=Ticket)
@@ -80,7 +85,7 @@ class Flat:
         self.arrival = self.trained.rest.deliver(self.trained.weight, self.weight, after)
 
         def watch() -> None:
-            self.checksum = _checksum(self.weight)
+            self.checksum = checksum(self.weight)
 
         return lanes.up.run(watch, keep=[self.weight])
 
@@ -92,16 +97,28 @@ class Flat:
     def is_updating(self) -> bool:
         return self.update.is_pending and self.update.is_done is not None and not self.update.is_done()
 
+    def note_versions(self) -> None:
+        """What was done to the parameters in place until now was done by an update, or taken over."""
+        if self.has_twin:
+            self.versions = tuple(param._version for param in self.params)
+
     def written_since(self) -> Tensor | None:
-        """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin."""
-        return None if self.checksum is None else self.checksum != _checksum(self.weight)
+        """Whether `weight` was written since the twin last held the same (0-dim bool); None without a twin.
+
+        Autograd counts what is written to a parameter, but not what is written to its `.data`."""
+        if self.checksum is None:
+            return None
+        if any(param._version != noted for param, noted in zip(self.params, self.versions, strict=True)):
+            return torch.ones_like(self.checksum, dtype=torch.bool)
+        return self.checksum != checksum(self.weight)
 
     def take_written(self) -> None:
         """Let the twin, and the exact weights behind it, have what was written into `weight`."""
         if self.trained is not None and self.has_twin:
             self.trained.rest.store(self.trained.weight, self.weight).wait_on_host()
             self.trained.master.store(self.trained.master.load())
-            self.checksum = _checksum(self.weight)
+            self.checksum = checksum(self.weight)
+            self.note_versions()
 
     @property
     def resting_bytes(self) -> int:
@@ -115,6 +132,20 @@ class Flat:
         return bool(self.weight.untyped_storage()._cdata == self.buffer.storage_id)
 
 
-def _checksum(weight: Tensor) -> Tensor:
-    """A number that changes when any bits of `weight` do, but for unlikely coincidences; on its device."""
-    return weight.view(torch.int64).sum()  # a shard is a multiple of 32 bytes
+def checksum(values: Tensor) -> Tensor:
+    """A number that changes when any bits of `values` (1-D, whole words of 8 bytes) do, or the places they are in, but
+    for unlikely coincidences; 0-dim, int64, on their device."""
+    words, factors = values.view(torch.int64), _factors(values.device)
+    in_rows = len(words) // _NUM_FACTORS * _NUM_FACTORS
+    rest = words[in_rows:]
+    total = (rest * factors[: len(rest)]).sum()
+    # Column by column: one pass over the values, and no memory as large as they are.
+    return total + (words[:in_rows].view(-1, _NUM_FACTORS).sum(0) * factors).sum() if in_rows else total
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Odd: none makes a word's difference vanish."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (_NUM_FACTORS,), generator=generator, device="cpu")
+    return (2 * drawn + 1).to(device)

@@ -152,6 +152,7 @@ class Unit:
         for flat in flats:
             flat.version += 1
             torch.autograd.graph.increment_version(flat.params)
+            flat.note_versions()
         if any(self._is_coming(flat) for flat in flats):
             self.is_used = False
             self._hide()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from onefold.flat import checksum
 from onefold.nursery import nursery_of
 from onefold.session import owner_session
 
@@ -70,4 +71,6 @@ def _checksum(param: nn.Parameter) -> Tensor:
     """A number that changes when any bits do, but for unlikely coincidences; on their device."""
     value = param.detach().contiguous().flatten().view(torch.uint8)  # at an address that is a multiple of 8
     words = value.numel() // 8 * 8
-    return value[:words].view(torch.int64).sum() + value[words:].sum()
+    rest = value.new_zeros(8)
+    rest[: value.numel() - words] = value[words:]
+    return checksum(value[:words]) + checksum(rest)
