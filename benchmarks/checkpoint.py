@@ -129,7 +129,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     session.runtime.catch_up()
     own = sum(entry.nbytes for entry in own_entries(session, optimizer, None))
     link = link_seconds(own, words.device)
-    memory = memory_seconds(own, -(-len(session.cores) // 2), words.device)
+    memory = memory_seconds(own, -(-session.num_threads // 2), words.device)
     stopped = stops(model, optimizer, words, directory / "beside")
     shutil.rmtree(directory / "beside", ignore_errors=True)
     return {

@@ -30,6 +30,37 @@ def test_shares_are_apart_while_there_are_cores(num_cores, num_ranks):
         assert len(used) == num_cores - num_ranks
 
 
+class Together:
+    """A rank of several, all told apart by where they may run."""
+
+    def __init__(self, rank, told):
+        self.rank, self._told = rank, told
+
+    def exchange_objects(self, mine):
+        return [(mine[0] if host is None else host, cores) for host, cores in self._told]
+
+
+@pytest.mark.parametrize(
+    ("processors", "told", "want"),
+    [
+        (float("inf"), [(None, tuple(range(64)))], [63]),
+        (4.0, [(None, tuple(range(64)))], [3]),
+        (1.5, [(None, tuple(range(64)))], [1]),
+        (100.0, [(None, tuple(range(64)))], [63]),
+        (8.0, [(None, tuple(range(64)))] * 2, [3, 3]),
+        (8.0, [(None, tuple(range(32))), (None, tuple(range(32, 64)))], [3, 3]),
+        (8.0, [(None, tuple(range(64))), ("elsewhere", tuple(range(64)))], [7]),
+    ],
+)
+def test_updates_have_no_more_threads_than_the_quota_of_processors(monkeypatch, processors, told, want):
+    monkeypatch.setattr(onefold.cores, "quota", lambda: processors)
+    for rank, num_threads in enumerate(want):
+        monkeypatch.setattr(onefold.cores, "_allowed", lambda rank=rank: told[rank][1])
+        share = onefold.cores.update_cores(Together(rank, told))
+        assert share.num_threads == num_threads
+        assert len(share.cores) == len(told[rank][1]) // told.count(told[rank]) - 1
+
+
 class Watching(TorchKernel):
     def __init__(self):
         self.seen = []

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onefold import affinity, cli, failure, hostfile, variables
+from onefold.cores import quota
 from onefold.errors import LaunchError
 from onefold.hostfile import Host
 
@@ -258,8 +259,10 @@ def test_where_the_system_tells_nothing_each_thread_is_a_core(tmp_path):
 @pytest.mark.parametrize(
     ("text", "processors"), [("max 100000", float("inf")), ("150000 100000\n", 1.5), ("", float("inf"))]
 )
-def test_a_quota_of_processors_is_read(text, processors):
-    assert affinity.quota(text) == processors
+def test_a_quota_of_processors_is_read(tmp_path, text, processors):
+    (tmp_path / "cpu.max").write_text(text)
+    assert quota(tmp_path / "cpu.max") == processors
+    assert quota(tmp_path / "none") == float("inf")
 
 
 # --- failures

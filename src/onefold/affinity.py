@@ -77,12 +77,6 @@ def _part(cores: Sequence[Core], index: int, num_sharing: int) -> tuple[int, ...
     return tuple(sorted(thread for core in mine for thread in core.threads))
 
 
-def quota(text: str) -> float:
-    """How many processors a control group may use, from its `cpu.max`; infinity where it has no limit."""
-    limit, _, period = text.strip().partition(" ")
-    return int(limit) / int(period) if limit.isdigit() and period.isdigit() else float("inf")
-
-
 def _list(path: Path) -> tuple[int, ...]:
     try:
         text = path.read_text(encoding="ascii").strip()

@@ -3,22 +3,40 @@
 The thread that launches the computation must never wait for a core: a GPU that gets its kernels late stands still. So a
 rank's updates run on its share of the machine's cores but one, and threads that they start stay there too. The rest of
 the process keeps the cores it was given.
+
+A control group may have a quota of processors (Kubernetes' limits, docker run --cpus) and see all cores all the same.
+More threads than that would use it up early in each period, and then all stand still, the one that launches with them.
 """
 
 import logging
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from onefold.comm import Comm
 
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
-def update_cores(comm: Comm) -> tuple[int, ...]:
-    """The cores for this rank's updates; never none. Ranks that may run on the same cores of one machine share them out
-    evenly; those that a launcher already keeps apart keep theirs."""
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank's updates may use: `num_threads` threads, anywhere on `cores`."""
+
+    cores: tuple[int, ...]
+    num_threads: int
+
+
+def update_cores(comm: Comm) -> Share:
+    """For this rank's updates; never none. Ranks that may run on the same cores of one machine share them out evenly;
+    those that a launcher already keeps apart keep theirs. All of a machine share its quota."""
     mine = socket.gethostname(), _allowed()
-    together = [rank for rank, theirs in enumerate(comm.exchange_objects(mine)) if theirs == mine]
-    return share_of(mine[1], together.index(comm.rank), len(together))
+    told = comm.exchange_objects(mine)
+    together = [rank for rank, theirs in enumerate(told) if theirs == mine]
+    cores = share_of(mine[1], together.index(comm.rank), len(together))
+    num_here = sum(host == mine[0] for host, _ in told)
+    return Share(cores, min(len(cores), threads_of(quota() / num_here)))
 
 
 def share_of(cores: Sequence[int], index: int, num_sharing: int) -> tuple[int, ...]:
@@ -27,6 +45,20 @@ def share_of(cores: Sequence[int], index: int, num_sharing: int) -> tuple[int, .
     start, stop = index * len(cores) // num_sharing, (index + 1) * len(cores) // num_sharing
     share = tuple(cores[start:stop]) or (cores[index % len(cores)],)
     return share[1:] or share
+
+
+def threads_of(processors: float) -> int:
+    """Threads that updates may use of so many processors: one is left to the thread that launches."""
+    return max(1, int(min(processors, 1 << 20)) - 1)
+
+
+def quota(file: Path = CPU_MAX) -> float:
+    """How many processors this process's control group may use; infinity where it has no limit."""
+    try:
+        limit, _, period = file.read_text(encoding="ascii").strip().partition(" ")
+    except OSError:
+        return float("inf")
+    return int(limit) / int(period) if limit.isdigit() and period.isdigit() else float("inf")
 
 
 def bind_thread(cores: Sequence[int]) -> None:

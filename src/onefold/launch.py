@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from onefold import affinity, ending, failure, interfaces, start_rank
+from onefold.cores import quota
 from onefold.errors import LaunchError
 
 
@@ -195,10 +196,8 @@ def prepare(node: Node) -> dict[str, str]:
 def _threads(node: Node) -> int:
     """Computing threads of a rank: its physical cores, within what its container may use; unbound ranks get one."""
     cores = cores_of_ranks(node)
-    limit = Path("/sys/fs/cgroup/cpu.max")
-    allowance = affinity.quota(limit.read_text(encoding="ascii")) if limit.exists() else float("inf")
     fewest = min(len(affinity.read_cores(mine)) for mine in cores)
-    return max(1, min(fewest, int(min(allowance, 1 << 20)) // node.num_ranks))
+    return max(1, min(fewest, int(min(quota(), 1 << 20)) // node.num_ranks))
 
 
 def run(node: Node) -> int:

@@ -292,7 +292,7 @@ class Optimizer(torch.optim.Optimizer):
             if fused is None or not fused.supports(self._rule.name, dtype):
                 return RuleUpdate(self._rule, slots, key, groups)
             return KernelUpdate(fused, self._rule, slots, key, groups)
-        kernel = host_kernel(len(self._session.cores))
+        kernel = host_kernel(self._session.num_threads)
         if not kernel.supports(self._rule.name, dtype):
             kernel = TorchKernel()
         return KernelUpdate(kernel, self._rule, slots, key, groups)

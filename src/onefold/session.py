@@ -35,6 +35,8 @@ class Session:
     """Where state rests, by tier."""
     cores: Sequence[int]
     """Where updates on the host run."""
+    num_threads: int
+    """With so many threads."""
     runtime: Runtime
     reducer: Reducer
     scaler: Scaler

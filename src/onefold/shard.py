@@ -13,7 +13,7 @@ from onefold.access import gathered, guard_state_dict
 from onefold.agree import check_agreement, together
 from onefold.build import Builder, Formats, has_shards_to_expose
 from onefold.comm import Comm, default_device, start
-from onefold.cores import update_cores
+from onefold.cores import Share, update_cores
 from onefold.discover import UnitChoice, UnitSpec, discover, join_small, outside
 from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
@@ -82,10 +82,10 @@ def shard(
     specs = together(comm, lambda: _units(target, plan, units))
     choices = f"{plan}, fraction={fraction}, keep_bytes={keep_bytes}, gather={gather}"
     check_agreement(comm, target, specs, choices, precision)
-    formats, cores = Formats(target, precision), update_cores(comm)
-    places = Places.choose(plan, fraction, keep_bytes, target, specs, formats, comm, device, len(cores))
+    formats, share = Formats(target, precision), update_cores(comm)
+    places = Places.choose(plan, fraction, keep_bytes, target, specs, formats, comm, device, share.num_threads)
     comm = choose_gather(gather, comm, device) if places.has_shards_to_expose else comm
-    session = _open_session(target, specs, places, formats, comm, device, prefetch_bytes, cores)
+    session = _open_session(target, specs, places, formats, comm, device, prefetch_bytes, share)
     _compile(target, specs, compile, compiler)
     _attach(model, target, specs, session)
     return model
@@ -145,10 +145,10 @@ def _open_session(
     comm: Comm,
     device: torch.device,
     prefetch_bytes: int | None,
-    cores: Sequence[int],
+    share: Share,
 ) -> Session:
     lanes, precision, plan = lanes_for(device), formats.precision, places.plan
-    houses = storehouses(plan, device, lanes, cores)
+    houses = storehouses(plan, device, lanes, share.cores)
     comm.refreshes.finish_all()  # those of models that are gone hold their memory
     builder = Builder(formats, device, comm, lanes, houses)
     built = _build(model, specs, places, builder, device, comm)
@@ -166,7 +166,8 @@ def _open_session(
         lanes=lanes,
         comm=comm,
         houses=houses,
-        cores=cores,
+        cores=share.cores,
+        num_threads=share.num_threads,
         runtime=Runtime(
             model,
             built,

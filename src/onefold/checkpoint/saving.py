@@ -162,7 +162,7 @@ def _copies(session: Session, entries: Sequence[Entry], all_more: Mapping[str, i
     nbytes = room_bytes(entries)
     if _more_room(session, nbytes):
         session.room = None  # first: both together may be too much
-    session.room = session.room or new_room(nbytes, session.device, -(-len(session.cores) // 2))
+    session.room = session.room or new_room(nbytes, session.device, -(-session.num_threads // 2))
     copies = Copies(entries, session.device, session.lanes, session.room)
     try:
         copies.make_at_once()
