@@ -160,6 +160,7 @@ def test_weights_written_under_a_late_update_are_an_error():
 def test_two_gradients_rest_on_the_host():
     model = onefold.shard(build(Stack), onefold.OFFLOAD)
     exact = onefold.predicted(model, onefold.AdamW(model)).grads_bytes[Tier.HOST]
-    optimizer = onefold.AdamW(model, delayed=True)
-    assert onefold.predicted(model, optimizer).grads_bytes[Tier.HOST] == 2 * exact
+    for _ in range(2):  # the second optimizer takes over what the first one took
+        optimizer = onefold.AdamW(model, delayed=True)
+        assert onefold.predicted(model, optimizer).grads_bytes[Tier.HOST] == 2 * exact
     assert onefold.measured(model, optimizer).tier_bytes == onefold.predicted(model, optimizer).tier_bytes

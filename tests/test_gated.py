@@ -144,6 +144,25 @@ def test_what_goes_wrong_on_the_worker_is_raised_at_the_next_use(ranks, num_rank
     assert ranks(num_ranks).run(broken, plan) == ["the worker's own"] * num_ranks
 
 
+@pytest.mark.parametrize("make", [float, torch.tensor], ids=["number", "tensor"])
+def test_what_is_changed_in_place_after_a_step_is_of_the_next_one(make):
+    """As a schedule does that keeps a list of betas, or a tensor of each."""
+    ends = []
+    for is_changed in (False, True):
+        model = onefold.shard(build(Stack), onefold.OFFLOAD)
+        optimizer = onefold.AdamW(model)
+        optimizer.param_groups[0]["betas"] = betas = [make(0.9), make(0.99)]
+        model(torch.ones(3, 4)).square().mean().backward()
+        held = threading.Event()
+        session_of(model, "the test").houses[onefold.Tier.HOST].worker.submit(held.wait)
+        optimizer.step()
+        if is_changed:
+            betas[0] *= 0.5
+        held.set()
+        ends.append(tensors(model))
+    same(ends[1], ends[0], 0)
+
+
 class Slow(TorchKernel):
     """Takes a random time."""
 

@@ -135,6 +135,8 @@ class AwayKeep(PartKeep):
         return self._buffers
 
     def add_buffer(self) -> None:
+        if len(self._buffers) > 1:  # for an optimizer before
+            return
         self._buffers.append(self._rest.allocate(self._layout.shard_numel, self._dtype))
         self._readers.append(Ticket())
 

@@ -370,4 +370,10 @@ def _other_state(name: str, rule: str, wanted: Iterable[str], saved: Iterable[st
 
 def _settled(group: Group) -> Group:
     """The hyper-parameters as they are now: a schedule may change them before the update is made."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
