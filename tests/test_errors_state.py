@@ -281,3 +281,16 @@ def load_wrong(rank, num_ranks, plan):
 @every_plan
 def test_a_state_dict_that_does_not_fit_names_the_parameter(ranks, plan):
     assert all("head.weight" in message for message in ranks(2).run(load_wrong, plan))
+
+
+@pytest.mark.parametrize("plan", [onefold.ZERO_1, onefold.ZERO_3, onefold.OFFLOAD], ids=str)
+@pytest.mark.parametrize(
+    ("make", "change"), [(onefold.SGD, {"momentum": 0.9}), (onefold.AdamW, {"amsgrad": True})], ids=["sgd", "adamw"]
+)
+def test_state_that_was_not_laid_out_is_missed_at_the_step(plan, make, change):
+    model = onefold.shard(build(Stack), plan)
+    optimizer = make(model)
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.param_groups[0].update(change)
+    assert "set it when the optimizer is made" in refused(optimizer.step, OptimizerError)

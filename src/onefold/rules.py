@@ -6,7 +6,7 @@ SGD and Adagrad repeat torch.optim's single-tensor sequence of operations and eq
 that has been used up serves as scratch: Adam, AdamW and SGD allocate nothing, Adagrad and Lion one run's worth.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -282,11 +282,21 @@ def _settle_betas(rule: Any, betas: Any) -> None:
     object.__setattr__(rule, "betas", pair)
 
 
-def _tensor(rule: Rule, state: State, name: str) -> Tensor:
-    if name not in state:
+def check_state(rule: Rule, state: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise if `state` lacks a tensor of those names that are needed.
+
+    Raises:
+        OptimizerError: says why that may be, and the way out.
+    """
+    missing = sorted(set(needed) - set(state))
+    if missing:
         raise OptimizerError(
-            f"{rule.name} needs the state tensor {name!r}, but these elements have {sorted(state) or 'none'}: a "
+            f"{rule.name} needs the state tensor {missing[0]!r}, but these elements have {sorted(state) or 'none'}: a "
             "hyper-parameter that decides which state exists (momentum, amsgrad) changed after the state was laid out; "
             "set it when the optimizer is made (a momentum that is to rise from nothing may start at 1e-9)"
         )
+
+
+def _tensor(rule: Rule, state: State, name: str) -> Tensor:
+    check_state(rule, state, (name,))
     return state[name]

@@ -19,7 +19,7 @@ from onefold.layout import Piece
 from onefold.native import Updater
 from onefold.plan import Tier
 from onefold.reducer import Slots
-from onefold.rules import Rule
+from onefold.rules import Rule, check_state
 
 Group = Mapping[str, Any]
 Key = tuple[int, int]
@@ -248,7 +248,10 @@ class RuleUpdate(_Update[_Run]):
     def _plan(self, slots: set[int]) -> list[_Run]:
         for slot in slots:
             self._steps[slot] += 1
-        return [replace(run, group=_settled(run.group)) for run in self._runs(slots)]
+        runs = [replace(run, group=_settled(run.group)) for run in self._runs(slots)]
+        for run in runs:
+            check_state(self._rule, self._state, self._rule.state_names(run.group))
+        return runs
 
     def _runs(self, slots: set[int]) -> Iterator[_Run]:
         run: _Run | None = None
