@@ -26,6 +26,7 @@ from onefold.buffer import CopyMaster, Master, OwnMaster, SplitMaster
 from onefold.dtypes import split
 from onefold.fused import FusedKernel
 from onefold.native import Run, Step
+from workload import check_writable, write_whole
 
 BYTES = {"split": 26, "fp32 copy": 30, "fp32 own": 28}
 FACTORS = (0.5, 0.9)
@@ -128,6 +129,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the JSON here too")
     args = parser.parse_args()
+    if min(args.numel, args.repeats) < 1:
+        parser.error("--numel and --repeats are at least 1")
+    check_writable(parser, args.json)
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU: there is nothing to time")
     facts = {
@@ -149,7 +153,7 @@ def main() -> None:
     text = json.dumps({**facts, "rows": found})
     print(text)
     if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+        write_whole(args.json, text + "\n")
 
 
 if __name__ == "__main__":

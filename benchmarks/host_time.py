@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from train_rows import PLANS, Ready, Row, add_work, builder
-from workload import Work, machine, synchronize
+from rows import PLANS, Row, add_work, check_rows, check_work
+from train_rows import Ready, builder
+from workload import Work, check_launched, check_writable, machine, synchronize, write_whole
 
 PROFILED = 20
 
@@ -72,6 +73,10 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     parser.set_defaults(params=0.125, batch=2, context=1024, steps=30, warm_up=8, checkpointing=False)
     words = parser.parse_args()
+    check_rows(parser, words.rows)
+    check_work(parser, words)
+    check_writable(parser, words.json)
+    check_launched(parser, words.device)
     if words.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if words.device == "cuda" else "gloo")
@@ -94,7 +99,7 @@ def main() -> None:
         del ready
         dist.barrier()
     if rank == 0 and words.json:
-        Path(words.json).write_text(json.dumps(told, indent=1))
+        write_whole(words.json, json.dumps(told, indent=1))
     dist.destroy_process_group()
     os._exit(0)  # threads that libraries leave behind can abort a process that ends in good order
 

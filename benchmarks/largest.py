@@ -16,14 +16,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from rows import add_work, check_rows, check_work
 from train import about, command
-from train_rows import add_work, check_rows
-from workload import apart
+from workload import apart, check_writable, end_in_order, write_whole
 
 GIB = 2**30
 
@@ -65,6 +64,10 @@ def parse() -> argparse.Namespace:
         parser.error("--first is one number of layers or one for each row, and like --stride at least 1")
     if words.ranks is None:
         words.ranks = torch.cuda.device_count() if words.device == "cuda" else 2
+    check_work(parser, words, words.ranks)
+    check_writable(parser, words.json)
+    if max(words.first) > words.most:
+        parser.error("--first is at most --most")
     if words.device == "cpu":
         words.card_gib = None
     return words
@@ -86,11 +89,11 @@ class Search:
         for name, first in zip(self._words.rows, self._words.first, strict=True):
             try:
                 layers = climb(first, self._words.stride, self._words.most, lambda n, name=name: self._fits(name, n))
+                trials = [row for row in self.told["trials"] if row["system"] == name and row["layers"] == layers]
+                found = trials[0] if trials else {"error": "none of the sizes that were tried fits"}
             except NoAnswer as error:
-                self.told["largest"][name] = {"error": str(error)}
-                continue
-            trials = [row for row in self.told["trials"] if row["system"] == name and row["layers"] == layers]
-            self.told["largest"][name] = trials[0] if trials else {"error": "none of the sizes that were tried fits"}
+                found = {"error": str(error)}
+            self.told["largest"][name] = found
             self._write()
 
     def _fits(self, name: str, layers: int) -> bool:
@@ -109,7 +112,7 @@ class Search:
 
     def _write(self) -> None:
         if self._words.json:
-            Path(self._words.json).write_text(json.dumps(self.told, indent=1))
+            write_whole(self._words.json, json.dumps(self.told, indent=1))
 
 
 def table(told: dict[str, Any]) -> str:
@@ -125,6 +128,7 @@ def table(told: dict[str, Any]) -> str:
 
 def main() -> None:
     search = Search(parse())
+    end_in_order()
     search.run()
     print("\n" + table(search.told))
     print(json.dumps({key: value for key, value in search.told.items() if key != "trials"}))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train_rows import Row
+from rows import Row
 
 UPDATE_BYTES = 26
 """Of a parameter with a split master: weight, lower half and both moments read and written, gradient read."""
@@ -49,7 +49,7 @@ class Model:
 
     def predicted_s(self, num_gpus: int, host: int, nic_bytes_s: float) -> float:
         """A step on so many GPUs, `host` of them in each machine."""
-        share, hosts = min(num_gpus, host), max(1, num_gpus // host)
+        share, hosts = min(num_gpus, host), -(-num_gpus // host)
         rest_s = self.step_s - self.known_s(self.num_ranks)
         between_s = 2 * (hosts - 1) / hosts * 2 * self.num_params / share / nic_bytes_s
         return self.known_s(share) + rest_s + max(0.0, between_s - BACKWARD * self.limit_s)
@@ -59,14 +59,22 @@ def fit(train: Mapping[str, Any], wire: Mapping[str, Any], row: str, copy_bytes_
     """The model of one row of a run of `train.py`, with the costs of a run of `wire.py`.
 
     Raises:
-        ValueError: a row is missing.
+        ValueError: a row is missing, or the files hold something else.
     """
-    run = train["runs"][0]
-    rows = {each["system"]: each for each in run["rows"] if "seconds" in each}
+    if not train.get("runs") or "numel" not in wire:
+        raise ValueError("--train is a file that train.py wrote, with a run in it, and --wire one that wire.py wrote")
+    num_ranks = wire["num_ranks"]
+    timed = [each for each in train["runs"][0]["rows"] if "seconds" in each and each["num_ranks"] == num_ranks]
+    rows = {each["system"]: each for each in timed}
     costs = {each["row"]: each["cost_s"] for each in wire["rows"]}
-    wanted = {row, Row.parse(row).limit}
-    if not wanted <= rows.keys():
-        raise ValueError(f"the run holds {', '.join(rows)}, not {', '.join(wanted - rows.keys())}")
+    missing = {row, Row.parse(row).limit} - rows.keys()
+    if missing:
+        raise ValueError(
+            f"on {num_ranks} GPUs, as many as the wire's, the run holds {', '.join(rows) or 'nothing'}, not "
+            f"{', '.join(sorted(missing))}"
+        )
+    if num_ranks < 2 or gather not in costs:
+        raise ValueError(f"the wire of {num_ranks} GPUs holds {', '.join(costs)}; wanted are several GPUs and {gather}")
     num_params = rows[row]["num_params"]
     units = num_params / wire["numel"]
     return Model(
@@ -76,7 +84,7 @@ def fit(train: Mapping[str, Any], wire: Mapping[str, Any], row: str, copy_bytes_
         gathers_s=2 * units * costs[gather],
         reduces_s=units * costs["reduce, collective"],
         copies_s=4 * num_params / copy_bytes_s,
-        num_ranks=rows[row]["num_ranks"],
+        num_ranks=num_ranks,
         step_s=rows[row]["seconds"],
     )
 
@@ -92,10 +100,14 @@ def main() -> None:
     parser.add_argument("--host", type=int, default=8, help="GPUs in a machine")
     parser.add_argument("--nic-bytes-s", type=float, default=50e9, help="of the network, for each GPU")
     words = parser.parse_args()
-    train, wire = (json.loads(Path(path).read_text()) for path in (words.train, words.wire))
+    if min(*words.gpus, words.host, words.nic_bytes_s, words.copy_bytes_s) <= 0:
+        parser.error("--gpus, --host, --nic-bytes-s and --copy-bytes-s are more than 0")
+    if any(num_gpus > words.host and num_gpus % words.host for num_gpus in words.gpus):
+        parser.error("--gpus are at most --host, or fill whole machines of so many")
     try:
+        train, wire = (json.loads(Path(path).read_text()) for path in (words.train, words.wire))
         model = fit(train, wire, words.row, words.copy_bytes_s, words.gather)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     rest_s = model.step_s - model.known_s(model.num_ranks)
     print(

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rows import Row, add_work, check_rows, check_work
 from trace_report import STEP, plot, read, summary, table
-from train_rows import Row, add_work, builder
-from workload import Work, machine
+from train_rows import builder
+from workload import Work, check_launched, check_writable, machine, write_whole
 
 
 def record(words: argparse.Namespace, path: Path) -> None:
@@ -53,6 +54,12 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--plot", help="draw the step here")
     words = parser.parse_args()
+    check_rows(parser, [words.row])
+    check_work(parser, words)
+    if words.device == "cpu":
+        parser.error("there is no trace of a step without a GPU")
+    check_writable(parser, words.json, words.trace, words.plot)
+    check_launched(parser, words.device)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +73,7 @@ def main() -> None:
             )
             if words.json:
                 told = {**machine("cuda"), "row": words.row, "num_ranks": dist.get_world_size(), **figures}
-                Path(words.json).write_text(json.dumps(told, indent=1))
+                write_whole(words.json, json.dumps(told, indent=1))
             if words.plot:
                 plot(step, words.plot)
     dist.destroy_process_group()

@@ -116,8 +116,10 @@ def read(trace: Mapping[str, Any]) -> Step:
     """The last step of a trace.
 
     Raises:
-        ValueError: it marks no step, or no GPU ran anything in it.
+        ValueError: it is no trace, marks no step, or no GPU ran anything in it.
     """
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError("this is no Chrome trace: it holds no traceEvents")
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     marks = [each for each in events if each["name"] == STEP and each.get("cat") == "user_annotation"]
     if not marks:
@@ -257,7 +259,7 @@ def main() -> None:
     words = parser.parse_args()
     try:
         step = read(json.loads(Path(words.trace).read_text()))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(f"{words.trace}: {error}")
     print(table(summary(step)))
     if words.plot:

@@ -18,7 +18,6 @@ one in JSON, table and plot; without `--rows` nothing is measured. Needs transfo
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ from typing import Any
 
 import torch
 
-from train_report import WORK, letter, load, plot, table, tax
-from train_rows import Row, add_work, check_rows
-from workload import apart, asked, machine
+from rows import Row, add_work, check_rows, check_work
+from train_report import WORK, letter, load, plot, problem_of_plot, table, tax
+from workload import apart, asked, check_writable, end_in_order, machine, write_whole
 
 ROWS = (
     *("zero_3", "zero_3:keep", "zero_3:eager", "zero_2", "zero_2:eager", "zero_1", "zero_0", "ddp"),
@@ -50,10 +49,17 @@ def parse() -> argparse.Namespace:
     add_work(parser)
     words = parser.parse_args()
     check_rows(parser, words.rows)
+    check_writable(parser, words.json, words.table, words.plot)
+    if words.plot and (problem := problem_of_plot(words.plot)):
+        parser.error(problem)
     if words.ranks is None:
         words.ranks = [torch.cuda.device_count() if words.device == "cuda" else 2]
-    if words.rows and (words.warm_up < 1 or words.steps < 1 or min(words.ranks) < 1):
-        parser.error("--warm-up, --steps and --ranks are at least 1; without a GPU give --device cpu")
+    if words.rows:
+        check_work(parser, words, *words.ranks)
+    try:
+        words.merged = load(words.merge)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return words
 
 
@@ -108,9 +114,7 @@ def show(index: int, run: dict[str, Any], row: dict[str, Any]) -> None:
 
 def write(runs: list[Any], path: str | None) -> None:
     if path:
-        beside = Path(path).with_suffix(".part")
-        beside.write_text(json.dumps({"runs": runs}, indent=1))
-        os.replace(beside, path)
+        write_whole(path, json.dumps({"runs": runs}, indent=1))
 
 
 def measure(words: argparse.Namespace, runs: list[Any]) -> None:
@@ -134,7 +138,8 @@ def measure(words: argparse.Namespace, runs: list[Any]) -> None:
 
 def main() -> None:
     words = parse()
-    runs: list[Any] = list(load(words.merge))
+    end_in_order()
+    runs: list[Any] = list(words.merged)
     if words.rows:
         measure(words, runs)
     if not runs:
@@ -143,7 +148,7 @@ def main() -> None:
     text = table(runs)
     print("\n" + text)
     if words.table:
-        Path(words.table).write_text(text)
+        write_whole(words.table, text)
     if words.plot:
         plot(runs, words.plot)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from train_rows import Row
+from rows import Row
 
 GIB = 2**30
 WORK = ("params", "layers", "batch", "context", "checkpointing")
@@ -24,15 +24,24 @@ def load(paths: Sequence[str]) -> list[Run]:
     """The runs in files that `train.py` wrote, in their order.
 
     Raises:
-        ValueError: a file holds something else.
+        OSError, ValueError: a file cannot be read, or holds something else.
     """
     runs: list[Run] = []
     for path in paths:
-        found = json.loads(Path(path).read_text())
-        if not isinstance(found, dict) or "runs" not in found:
-            raise ValueError(f"{path} holds no runs of train.py: give a file that --json wrote")
-        runs += found["runs"]
+        what = f"{path} holds no runs of train.py: give a file that --json wrote"
+        try:
+            found = json.loads(Path(path).read_text())
+        except ValueError:
+            raise ValueError(what) from None
+        several = found.get("runs") if isinstance(found, dict) else None
+        if not isinstance(several, list) or not all(_is_run(each) for each in several):
+            raise ValueError(what)
+        runs += several
     return runs
+
+
+def _is_run(found: Any) -> bool:
+    return isinstance(found, dict) and "rows" in found and set(WORK) <= set(found.get("work", ()))
 
 
 def letter(index: int) -> str:
@@ -97,6 +106,17 @@ def table(runs: Sequence[Run]) -> str:
             f"{run['driver']}, CUDA {run['cuda']}; {versions}. Medians of {run['steps']} steps."
         )
     return "\n\n".join([*parts, "\n".join(about)]) + "\n"
+
+
+def problem_of_plot(path: str) -> str | None:
+    """Why no plot can be drawn to `path`, if so."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "--plot needs matplotlib: pip install matplotlib"
+    kinds = Figure().canvas.get_supported_filetypes()
+    kind = Path(path).suffix.removeprefix(".") or "png"
+    return None if kind.lower() in kinds else f"--plot {path}: give a name that ends in one of .{', .'.join(kinds)}"
 
 
 def plot(runs: Sequence[Run], path: str) -> None:

@@ -18,7 +18,6 @@ is, and prints one line of JSON, last: the row, or the error of the rank that fa
 import argparse
 import importlib
 import importlib.util
-import json
 import os
 import signal
 import statistics
@@ -27,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,54 +39,12 @@ import onefold
 from onefold.peers import PeerComm
 from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
-from workload import SIZES, Work, deepspeed_config, find_compilers, free_port, limit_card, peak_bytes, timed, used_bytes
+from rows import PLANS, Row, add_work, check_rows, check_work
+from workload import Work, deepspeed_config, find_compilers, free_port, limit_card, peak_bytes, tell, timed, used_bytes
 
-PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
-PEERS = ("ddp", "fsdp2", "deepspeed_1", "deepspeed_2", "deepspeed_3")
-SYSTEMS = ("limit", *PLANS, *PEERS)
 CLIP = 1.0
 ADAM: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _GRACE_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A system, and how it is to be run."""
-
-    system: str
-    is_compiled: bool = True
-    keep: Any = None
-    """Onefold's `keep_bytes`."""
-    gather: Any = "auto"
-    """Onefold's `gather`."""
-
-    @classmethod
-    def parse(cls, name: str) -> "Row":
-        """What `name` asks for.
-
-        Raises:
-            ValueError: there is no such system or option.
-        """
-        system, _, words = name.partition(":")
-        is_compiled, keep, gather = True, None, "auto"
-        for word in words.split("+") if words else ():
-            option, _, value = word.partition("=")
-            if option == "eager":
-                is_compiled = False
-            elif option == "keep" and system in PLANS:
-                keep = int(float(value) * 2**30) if value else "auto"
-            elif option in ("collective", "copy") and system in PLANS:
-                gather = option
-            else:
-                raise ValueError(f"{name!r}: {system} has no option {word!r}")
-        if system not in SYSTEMS:
-            raise ValueError(f"{name!r}: the systems are {', '.join(SYSTEMS)}")
-        return cls(system=system, is_compiled=is_compiled, keep=keep, gather=gather)
-
-    @property
-    def limit(self) -> str:
-        """The limit that the row is held against."""
-        return "limit" if self.is_compiled else "limit:eager"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,28 +292,6 @@ def launch(num_ranks: int, needs_compiler: bool) -> int:
             rank.wait()
 
 
-def add_work(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what a step is."""
-    parser.add_argument("--params", type=float, default=6.74, choices=SIZES, help="billions of parameters")
-    parser.add_argument("--layers", type=int, help="in place of the layers that this size has")
-    parser.add_argument("--batch", type=int, default=2, help="sequences a GPU")
-    parser.add_argument("--context", type=int, default=4096, help="tokens a sequence")
-    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--steps", type=int, default=8, help="that count")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them, at least 1")
-    parser.add_argument("--card-gib", type=float, help="use no more of a GPU, as if it were a smaller card")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-
-
-def check_rows(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """End the program in the parser's way if one of them is no row."""
-    try:
-        for name in names:
-            Row.parse(name)
-    except ValueError as error:
-        parser.error(str(error))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row")
@@ -364,8 +299,9 @@ def main() -> None:
     add_work(parser)
     words = parser.parse_args()
     check_rows(parser, [words.row])
+    check_work(parser, words, words.ranks)
     if words.row.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        print(json.dumps({"system": words.row, "error": "not installed: pip install deepspeed"}), flush=True)
+        tell({"system": words.row, "error": "not installed: pip install deepspeed"})
         sys.exit(1)
     if "RANK" not in os.environ:
         sys.exit(launch(words.ranks, words.row.startswith("deepspeed")))
@@ -383,10 +319,10 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         told = {"system": words.row, "error": f"rank {rank}: {type(error).__name__}: {str(error)[:400]}"}
-        print("\n" + json.dumps(told), flush=True)
+        tell(told)
         os._exit(1)  # not past the other ranks, which wait in a collective
     if rank == 0:
-        print("\n" + json.dumps(found), flush=True)
+        tell(found)
     dist.destroy_process_group()
     os._exit(0)  # threads that libraries leave behind can abort a process that ends in good order
 

@@ -35,7 +35,7 @@ from onefold.mesh import connect
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
 from onefold.streams import Ticket, lanes_for
 from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, in_pieces, on_few, registered
-from workload import machine, synchronize
+from workload import check_launched, check_writable, machine, synchronize, write_whole
 
 WARM_UPS = 3
 SIDE = 4096
@@ -153,8 +153,15 @@ def main() -> None:
     parser.add_argument("--ctas", nargs="*", type=int, default=[], help="also reduce on so few; needs GPUs")
     parser.add_argument("--json", help="write the rows here")
     words = parser.parse_args()
+    is_cuda = torch.cuda.is_available()
+    if min(words.numel, words.repeats, *words.ctas) < 1:
+        parser.error("--numel, --repeats and --ctas are at least 1")
+    if words.ctas and not is_cuda:
+        parser.error("--ctas are NCCL's: they need GPUs")
+    check_writable(parser, words.json)
+    check_launched(parser, "cuda" if is_cuda else "cpu")
     start()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     numel = -(-words.numel // (16 * dist.get_world_size())) * 16 * dist.get_world_size()
     rows = measure(numel, words.repeats, device, words.ctas)
     if dist.get_rank() == 0:
@@ -166,8 +173,7 @@ def main() -> None:
         told = {**machine(device.type), "num_ranks": dist.get_world_size(), "numel": numel, "rows": rows}
         print(json.dumps(told))
         if words.json:
-            with open(words.json, "w") as file:
-                json.dump(told, file, indent=1)
+            write_whole(words.json, json.dumps(told, indent=1))
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
@@ -143,11 +144,56 @@ def limit_card(nbytes: int | None) -> None:
         torch.cuda.set_per_process_memory_fraction((nbytes - beside) / torch.cuda.mem_get_info()[1])
 
 
+def tell(row: dict[str, Any]) -> None:
+    """Print a row for `apart`, in one write: several ranks that fail at once write to one pipe."""
+    sys.stdout.write("\n" + json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def row_in(line: str) -> dict[str, Any] | None:
+    """The row that a line of output begins with, whatever another rank wrote behind it."""
+    if not line.startswith('{"system"'):
+        return None
+    try:
+        row: dict[str, Any] = json.JSONDecoder().raw_decode(line)[0]
+    except ValueError:
+        return None
+    return row
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end the program as Ctrl-C does, so that what it has started ends too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    beside = Path(f"{path}.part")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def check_writable(parser: argparse.ArgumentParser, *paths: str | Path | None) -> None:
+    """End the program in the parser's way, before it measures, if a file could not be written afterwards."""
+    for path in map(Path, filter(None, paths)):
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            parser.error(f"{path} cannot be written: is its folder there?")
+
+
+def check_launched(parser: argparse.ArgumentParser, device: str) -> None:
+    """End the program in the parser's way unless torchrun started it, where its GPUs are."""
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as --help shows: it runs on several ranks")
+    if device == "cuda" and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+        parser.error(f"there is no GPU for rank {os.environ['RANK']}: {torch.cuda.device_count()} are here")
+
+
 def apart(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any]:
     """The row that a command prints: its first line that starts with {"system", for the rank that fails first tells
     why. It runs in a process group of its own:
     what it holds is given back, if it dies it dies alone, and compilers that it starts are stopped with it. A command
-    that is late or ends without a row gives one that says why."""
+    that is late or ends without a row gives one that says why. If this program is interrupted, or ended by SIGTERM
+    after `end_in_order`, the command is stopped as well."""
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -167,15 +213,21 @@ def apart(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any]:
     timer.start()
     row, said = None, ["nothing"]
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith('{"system"'):
-            row = row or json.loads(line)
-        elif line.strip():
-            said = [*said[-7:], line.strip()]
-            if line.startswith(f"{name}: "):  # progress; what its libraries log is not shown
-                print(said[-1], flush=True)
-    code = process.wait()
-    timer.cancel()
+    try:
+        for line in process.stdout:
+            found = row_in(line)
+            if found is not None:
+                row = row or found
+            elif line.strip():
+                said = [*said[-7:], line.strip()]
+                if line.startswith(f"{name}: "):  # progress; what its libraries log is not shown
+                    print(said[-1], flush=True)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.returncode is None:
+            stop()
+            process.wait()
     if row is not None:
         return row
     if late.is_set():

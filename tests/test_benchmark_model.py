@@ -18,7 +18,7 @@ def model(folder, *words, check=True):
     rows = [{**row, "system": "limit", "seconds": 0.8}, {**row, "system": "zero_3", "seconds": 1.1}]
     costs = [{"row": "gather, copies", "cost_s": 0.001}, {"row": "reduce, collective", "cost_s": 0.002}]
     (folder / "train.json").write_text(json.dumps({"runs": [{"rows": rows}]}))
-    (folder / "wire.json").write_text(json.dumps({"numel": UNIT, "rows": costs}))
+    (folder / "wire.json").write_text(json.dumps({"num_ranks": 2, "numel": UNIT, "rows": costs}))
     files = ("--train", folder / "train.json", "--wire", folder / "wire.json", "--copy-bytes-s", 1e9)
     command = [sys.executable, PROGRAM, *files, *words]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, check=check)
