@@ -198,3 +198,47 @@ def test_a_block_that_breaks_is_refused(ranks):
 @pytest.mark.parametrize("units", [(), ("blocks.*", "blocks.*.up")], ids=["one unit", "nested"])
 def test_what_has_units_inside_is_compiled_in_pieces(ranks, units):
     assert min(ranks(2).run(in_pieces, Stack, units)) > 1
+
+
+class Numbered(Lean):
+    """A block whose graph depends on its own number, as of those that drop more the deeper they are."""
+
+    count = 0
+
+    def __init__(self):
+        super().__init__()
+        self.number = Numbered.count = Numbered.count + 1
+
+    def forward(self, x):
+        for _ in range(self.number):
+            x = 0.9 * x
+        return super().forward(x)
+
+
+class Deep(Stack):
+    def __init__(self):
+        Numbered.count = 0
+        super().__init__(depth=10, block=Numbered)
+
+
+def whole_deep():
+    return compiled(Deep())
+
+
+def trained_deep(rank, num_ranks, make, plan, options):
+    """Graphs after two steps, and after two more; results are held to plain PyTorch's."""
+    usual = torch._dynamo.config.recompile_limit
+    try:
+        seen = graphs_per_step(rank, num_ranks, make, plan, options)
+        train_compiled(rank, num_ranks, Case(model=make, work=squared, steps=3, options=options), plan)
+    finally:
+        torch._dynamo.config.recompile_limit = usual
+    return seen
+
+
+@two_plans
+@pytest.mark.parametrize("make", [Deep, whole_deep], ids=["by shard", "before shard"])
+def test_more_blocks_that_differ_in_a_number_than_torch_has_places_for(ranks, make, plan):
+    options = {"compile": True} if make is Deep else {}
+    for seen in ranks(2).run(trained_deep, make, plan, options):
+        assert seen[-1] == seen[1] >= 10

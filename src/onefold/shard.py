@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -37,6 +38,9 @@ from onefold.unit import Unit
 
 Model = TypeVar("Model", bound=nn.Module)
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_VARIANTS = 8
+"""Of one function, that torch compiles unless told otherwise."""
 
 
 def shard(
@@ -298,15 +302,29 @@ def _attach(model: nn.Module, target: nn.Module, specs: Sequence[UnitSpec], sess
 
 def _compile(model: nn.Module, specs: Sequence[UnitSpec], is_asked: bool, given: Compiler | None) -> None:
     """Compile forwards, inside of the hooks that gather: with torch's defaults if asked, else as the model was."""
+    if not is_asked and given is None:
+        return
     hooked = {id(module) for spec in specs for _, module in spec.modules}
     hooked.update(id(module) for _, module in outside(model, specs))
-    for spec in specs[len(specs) > 1 :]:  # the root is compiled only where it is everything
-        for _, module in spec.modules:
-            is_leaf = sum(id(each) in hooked for each in module.modules()) == 1
-            if is_asked:
-                module.forward = torch.compile(module.forward, fullgraph=is_leaf)
-            elif given is not None:
-                module.forward = given(module.forward)
+    blocks = [module for spec in specs[len(specs) > 1 :] for _, module in spec.modules]  # the root only if it is all
+    options = _room_for_variants(len(blocks), is_asked)
+    for module in blocks:
+        is_leaf = sum(id(each) in hooked for each in module.modules()) == 1
+        if is_asked:
+            module.forward = torch.compile(module.forward, fullgraph=is_leaf, **options)
+        elif given is not None:
+            module.forward = given(module.forward)
+
+
+def _room_for_variants(num_blocks: int, is_asked: bool) -> dict[str, Any]:
+    """What torch.compile needs to be told so that each block may be compiled as often as torch lets one function be.
+    Blocks of a class share one cache: where they differ in a number (a layer's index), its 8 places would be full at
+    the ninth block, which could not be compiled then."""
+    limit = max(torch._dynamo.config.recompile_limit, _VARIANTS * num_blocks)
+    if is_asked and "recompile_limit" in signature(torch.compile).parameters:  # not before torch 2.13
+        return {"recompile_limit": limit}
+    torch._dynamo.config.recompile_limit = limit
+    return {}
 
 
 def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:
