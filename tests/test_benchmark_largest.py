@@ -52,3 +52,11 @@ def test_the_program_tells_what_it_tried(tmp_path):
     assert told["largest"]["zero_3:eager"]["layers"] == 1
     assert [trial["layers"] for trial in told["trials"]] == [1]
     assert "| zero_3:eager | 0.00 | 1 |" in ran.stdout
+
+
+def test_a_search_without_an_answer_is_written_too(tmp_path):
+    words = ["--device", "cpu", "--params", "0.004", "--rows", "zero_3:eager", "--within-s", "0", "--first", "1"]
+    program = [sys.executable, BENCHMARKS / "largest.py", *words, "--json", str(tmp_path / "largest.json")]
+    assert subprocess.run(program, capture_output=True, text=True).returncode == 1
+    told = json.loads((tmp_path / "largest.json").read_text())
+    assert told["largest"]["zero_3:eager"] == {"error": "not finished: 0 s were over"}
