@@ -47,9 +47,9 @@ class Heard(OverComm):
 
     num_reductions = 0
 
-    def reduce_scatter(self, shard, whole):
+    def reduce_scatter(self, shard, *parts):
         self.num_reductions += 1
-        return super().reduce_scatter(shard, whole)
+        return super().reduce_scatter(shard, *parts)
 
 
 def reductions(rank, num_ranks, plan):

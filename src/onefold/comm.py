@@ -8,11 +8,6 @@ stream already orders them.
 *All ranks* train one model: they meet, agree, average their gradients, and number their files (`rank`, `num_ranks`).
 Ranks that *share* one set of shards hold one each (`shard`, `num_shards`): a layout is cut into as many, and gathered
 from them. On one axis, as in this file, both are the same; in mesh.py several replicas hold each shard.
-
-[Note: The order of a sum]
-Floating-point sums depend on their order. On gloo each shard's contributions are exchanged and then summed in rank
-order, in at least fp32, so a gradient's bits depend neither on where a parameter lies in its buffer nor on the plan.
-NCCL chooses its own order; there plans agree to rounding. Two axes are two such sums, see [Note: Replicas].
 """
 
 import atexit
@@ -31,6 +26,7 @@ from onefold.conversation import Conversation, Line
 from onefold.errors import OrderMismatchError, ShardError
 from onefold.refreshes import Refreshes
 from onefold.streams import Finish, Pending, Ticket
+from onefold.sums import mean_of_rows
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,6 +49,8 @@ class Comm(Protocol):
     """The ranks that hold one shard each with this one, by shard."""
     peer_group: Any
     """Their process group for gathers; None where there is nobody else."""
+    reads_parts: bool
+    """Whether `reduce_scatter` of a whole in parts does without a copy of it."""
     refreshes: Refreshes
     """What `refresh` will be called for: models over the same ranks share a group, and so one order."""
 
@@ -78,8 +76,16 @@ class Comm(Protocol):
         """As `all_gather`, on a group of its own, for `refreshes`: ranks come to it at points of their own."""
         ...
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        """Put the mean over all ranks of this rank's part of `whole` into `shard`."""
+    def expect_reductions(self, shard_bytes: int) -> None:
+        """To be called by all ranks before the first reduction: no shard will be larger."""
+
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        """Put the mean over all ranks of this rank's part of a whole into `shard`. The whole lies in `parts`, each 1-D
+        and contiguous, one after another."""
+        ...
+
+    def mean_of_replicas(self, shard: Tensor) -> Finish | None:
+        """Put the mean over the ranks that hold the same `shard` in its place."""
         ...
 
     def total(self, value: Tensor) -> Tensor:
@@ -116,7 +122,9 @@ class Axis(Comm, Protocol):
 
 
 class CollectiveComm:
-    """What a `Comm` whose gathers are collectives does for shards that rest: nothing."""
+    """What a `Comm` of one axis that moves everything by collectives does for memory that ranks see: nothing."""
+
+    reads_parts = False
 
     def expose(self, shard: Tensor) -> Tensor:
         return shard
@@ -129,48 +137,11 @@ class CollectiveComm:
     def changed(self, shard: Tensor) -> None:
         pass
 
-
-class LocalComm(CollectiveComm):
-    """A world of one rank: no process group is needed."""
-
-    rank = shard = replica = 0
-    num_ranks = num_shards = num_replicas = 1
-    peers: tuple[int, ...] = (0,)
-    peer_group = None
-
-    def __init__(self) -> None:
-        self.refreshes = Refreshes(lambda: True)
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        if whole.data_ptr() != shard.data_ptr():
-            whole.copy_(shard)
-        return None
-
-    refresh = all_gather
-
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        return self.all_gather(shard, whole)
-
-    def mean(self, values: Tensor) -> Finish | None:
-        return None
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
-
-    def broadcast(self, tensor: Tensor) -> None:
+    def expect_reductions(self, shard_bytes: int) -> None:
         pass
 
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        return [list(message)]
-
-    def exchange_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def control_group(self) -> None:
+    def mean_of_replicas(self, shard: Tensor) -> Finish | None:
         return None
-
-    def conversation(self) -> Conversation:
-        return Conversation(self.rank, self.num_ranks, None, 0)
 
 
 Families = tuple[tuple[int, ...], ...]
@@ -297,26 +268,23 @@ class GlooComm(_GroupComm):
         work = _all_gather(_as_bytes(whole), _as_bytes(shard), group=group, async_op=True)
         return Pending(work.wait, work.is_completed)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        parts = torch.empty_like(whole)
-        work = dist.all_to_all_single(parts, whole, group=self._planes["reduction"], async_op=True)
-        return self._mean(shard, parts, work)
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        whole = joined(parts)
+        rows = torch.empty_like(whole)
+        work = dist.all_to_all_single(rows, whole, group=self._planes["reduction"], async_op=True)
+        return self._mean(shard, rows, work)
 
     def mean(self, values: Tensor) -> Finish | None:
-        parts = values.new_empty(self.num_ranks * values.numel())
-        work = _all_gather(_as_bytes(parts), _as_bytes(values), group=self._planes["reduction"], async_op=True)
-        return self._mean(values, parts, work)
+        rows = values.new_empty(self.num_ranks * values.numel())
+        work = _all_gather(_as_bytes(rows), _as_bytes(values), group=self._planes["reduction"], async_op=True)
+        return self._mean(values, rows, work)
 
-    def _mean(self, target: Tensor, parts: Tensor, work: Any) -> Pending:
-        """Put the mean of every rank's part, once they are there, into `target`."""
+    def _mean(self, target: Tensor, rows: Tensor, work: Any) -> Pending:
+        """Put the mean of every rank's row, once they are there, into `target`."""
 
         def finish() -> None:
             work.wait()
-            rows = parts.view(self.num_ranks, -1)
-            total = rows[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-            for row in rows[1:]:
-                total += row
-            target.copy_(total.div_(self.num_ranks))
+            mean_of_rows(target, rows.view(self.num_ranks, -1))
 
         return Pending(finish, work.is_completed)
 
@@ -330,13 +298,18 @@ class NcclComm(_GroupComm):
         _all_gather(_as_bytes(whole), _as_bytes(shard), group=group)
         return None
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self._planes["reduction"])
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        _reduce_scatter(shard, joined(parts), op=dist.ReduceOp.AVG, group=self._planes["reduction"])
         return None
 
     def mean(self, values: Tensor) -> Finish | None:
         dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self._planes["reduction"])
         return None
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """What lies in `parts`, in one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

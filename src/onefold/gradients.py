@@ -1,8 +1,7 @@
 """Owns the gradients of one flat buffer, from autograd's tensors to the averaged shard.
 
-A backward pass first adds the parameters' own gradients into `local` (this rank's sum, whole). A reduction turns
-`local` into the mean over ranks and adds it to `reduced`, which rests as the plan says. Invariant: padding is zero in
-both.
+A backward pass first adds the parameters' own gradients into `local` (this rank's sum). A reduction turns it into the
+mean over ranks and adds that to `reduced`, which rests as the plan says. Invariant: padding is zero in both.
 
 | grads / optim | `reduced` holds                     | elements on the wire |
 |---------------|-------------------------------------|----------------------|
@@ -12,9 +11,6 @@ both.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from math import gcd
-from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -23,11 +19,11 @@ from torch import Tensor
 from onefold.buffer import views
 from onefold.comm import Comm
 from onefold.layout import Layout
+from onefold.localsum import LocalSum
 from onefold.plan import Tier
 from onefold.streams import Chain, Finish, Lanes, Ticket
+from onefold.sums import exact_squares, squares
 from onefold.tier import Storehouse
-
-_ROW_NUMEL, _SHORTEST_ROW = 4096, 512
 
 
 class Keep(Protocol):
@@ -35,6 +31,8 @@ class Keep(Protocol):
 
     tier: Tier
     """Where they rest."""
+    takes_parts: bool
+    """Whether the local sum may come in parts: no other method needs it whole."""
     start: int
     """Index in the flat buffer of the first element that `kept` tensors hold."""
     reserved: Sequence[Tensor]
@@ -54,8 +52,8 @@ class Keep(Protocol):
         """Take memory so that another gradient can come while an update reads the last one."""
         ...
 
-    def target(self, local: Tensor) -> Tensor:
-        """Where the mean of this rank's range goes, given `local` [numel]."""
+    def target(self, parts: Sequence[Tensor]) -> Tensor:
+        """Where the mean of this rank's range goes, given the local sum, of which the first part is `local` below."""
         ...
 
     def finish(self, local: Tensor, own: Tensor) -> Finish | None:
@@ -97,13 +95,16 @@ class _DeviceKeep:
 class PartKeep(_DeviceKeep):
     """Only this rank's shard is kept."""
 
+    takes_parts = True
+
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._layout = layout
         self.start = layout.shard_range(comm.shard)[0]
 
-    def target(self, local: Tensor) -> Tensor:
+    def target(self, parts: Sequence[Tensor]) -> Tensor:
         numel = self._layout.shard_numel
-        return local if numel == local.numel() else local.new_empty(numel)
+        is_all = len(parts) == 1 and parts[0].numel() == numel
+        return parts[0] if is_all else parts[0].new_empty(numel)
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
         kept = own if kept is None else kept.add_(own)
@@ -166,12 +167,14 @@ class AwayKeep(PartKeep):
 class WholeKeep(_DeviceKeep):
     """The whole buffer is kept, this rank's range of it averaged."""
 
+    takes_parts = False
     start = 0
 
     def __init__(self, layout: Layout, comm: Comm) -> None:
         self._range = slice(*layout.shard_range(comm.shard))
 
-    def target(self, local: Tensor) -> Tensor:
+    def target(self, parts: Sequence[Tensor]) -> Tensor:
+        (local,) = parts
         return local[self._range]
 
     def add(self, kept: Tensor | None, local: Tensor, own: Tensor) -> Tensor:
@@ -215,63 +218,31 @@ class Gradients:
         self.layout = layout
         self.dtype = dtype
         self.keep = keep
-        self.local: Tensor | None = None  # [numel], this rank's sum, not yet reduced
+        self.local = LocalSum(layout, dtype, device, may_be_loose=comm.reads_parts and keep.takes_parts)
         self.reduced: Tensor | None = None  # as `keep` says
         self._device = device
         self._comm = comm
-        self._gaps = _gaps(layout)
-
-    def collect(self, grads: Sequence[Tensor | None]) -> None:
-        """Add one gradient per slot (None: no gradient) into `local`."""
-        dense = [grad.to_dense() if grad is not None and grad.layout != torch.strided else grad for grad in grads]
-        if self.local is None:
-            self.local = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
-            self._fill(self.local, dense)
-        elif any(grad is not None for grad in dense):
-            torch._foreach_add_(*_pairs(views(self.local, self.layout), dense))
-
-    def _fill(self, local: Tensor, dense: Sequence[Tensor | None]) -> None:
-        """Write one gradient per slot into `local`, and zeros elsewhere."""
-        gaps = [local[start:stop] for start, stop in self._gaps]
-        plain = [g for g in dense if g is not None and g.is_contiguous() and g.dtype == local.dtype]
-        if len(plain) == len(dense):
-            # One kernel at the rate of a copy, of which foreach reaches two thirds (log.md); it copies others twice.
-            zeros = local.new_zeros(max(map(len, gaps), default=0))
-            starts = [slot.start for slot in self.layout.slots] + [start for start, _ in self._gaps]
-            parts = [grad.reshape(-1) for grad in plain] + [zeros[: len(gap)] for gap in gaps]
-            torch.cat([part for _, part in sorted(zip(starts, parts, strict=True), key=itemgetter(0))], out=local)
-            return
-        places = views(local, self.layout)
-        missing = [view for view, grad in zip(places, dense, strict=True) if grad is None]
-        if len(missing) < len(places):
-            torch._foreach_copy_(*_pairs(places, dense))
-        if missing or gaps:
-            torch._foreach_zero_([*missing, *gaps])
 
     def reduce(self, lanes: Lanes) -> Ticket:
-        """Start turning `local` (zeros where there is none) into the mean over ranks, added to `reduced`."""
-        local, self.local = self.local, None
-        if local is None:
-            local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self._device)
-        own = self.keep.target(local)
+        """Start turning `local` into the mean over ranks, added to `reduced`."""
+        parts = self.local.take()
+        own = self.keep.target(parts)
 
         def add() -> None:
-            self.reduced = self.keep.add(self.reduced, local, own)
+            self.reduced = self.keep.add(self.reduced, parts[0], own)
 
         def launch() -> Finish:
             return Chain(
-                lambda: self._comm.reduce_scatter(own, local),
-                lambda: self.keep.finish(local, own),
+                lambda: self._comm.reduce_scatter(own, *parts),
+                lambda: self.keep.finish(parts[0], own),
                 add,
             )
 
-        return lanes.reduce.run(launch, after=[lanes.mark()], keep=[local, own])
+        return lanes.reduce.run(launch, after=[lanes.mark()], keep=[own, *parts])
 
     def clear(self, slot: int) -> None:
         """Forget the gradient of one parameter."""
-        place = self.layout.slots[slot]
-        if self.local is not None:
-            self.local[place.start : place.stop].zero_()
+        self.local.clear(slot)
         for part, _ in self._kept_of(slot):
             part.zero_()
 
@@ -283,9 +254,9 @@ class Gradients:
     def multiply(self, factor: float) -> None:
         """Multiply whatever is held."""
         self._open()
-        for held in (self.local, self.reduced):
-            if held is not None:
-                held.mul_(factor)
+        self.local.multiply(factor)
+        if self.reduced is not None:
+            self.reduced.mul_(factor)
 
     def _open(self) -> None:
         """What is kept is about to be changed where it rests."""
@@ -304,7 +275,7 @@ class Gradients:
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes held now, by tier."""
         reserved = self.keep.reserved or (() if self.reduced is None else (self.reduced,))
-        held = {Tier.DEVICE: 0 if self.local is None else self.local.nbytes}
+        held = {Tier.DEVICE: self.local.nbytes}
         held[self.keep.tier] = held.get(self.keep.tier, 0) + sum(tensor.nbytes for tensor in reserved)
         return held
 
@@ -336,7 +307,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget all gradients and free their memory."""
-        self.local = self.reduced = None
+        self.local.drop()
+        self.reduced = None
 
     def whole(self) -> list[Tensor]:
         """The averaged gradients, one per slot in the parameter's shape; a collective. `reduced` must be there."""
@@ -345,47 +317,3 @@ class Gradients:
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._device)
         Ticket(self._comm.all_gather(whole, self.keep.on_device(self.reduced).contiguous())).wait()
         return views(whole, self.layout)
-
-
-def squares(values: Tensor) -> Tensor:
-    """The sum of the squares of `values` (1-D): 0-dim, fp64.
-
-    On a GPU torch would first write all of them down as fp64, for more time than an update takes. There rows are summed
-    in fp32, in one pass, and their sums in fp64; so a row whose sum overflows fp32 gives inf where `exact_squares` does
-    not.
-    """
-    return _squares_by_rows(values) if values.is_cuda else exact_squares(values)
-
-
-def _squares_by_rows(values: Tensor) -> Tensor:
-    numel = values.numel()
-    row_numel = gcd(numel, _ROW_NUMEL)  # no remainder: each operation more is a launch more for every unit
-    row_numel = row_numel if row_numel >= _SHORTEST_ROW else _ROW_NUMEL
-    num_rows, in_rows = numel // row_numel, numel - numel % row_numel
-    rows = values.new_empty(num_rows + (in_rows < numel), dtype=torch.float32)
-    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-    norm(values[:in_rows].view(-1, row_numel), dim=1, out=rows[:num_rows])
-    if in_rows < numel:
-        norm(values[in_rows:], out=rows[-1])
-    return exact_squares(rows)
-
-
-def exact_squares(values: Tensor) -> Tensor:
-    """As `squares`, summed in fp64 throughout."""
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return norm.square()
-
-
-def _pairs(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    kept = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
-    return [view for view, _ in kept], [grad for _, grad in kept]
-
-
-def _gaps(layout: Layout) -> list[tuple[int, int]]:
-    """The ranges of the flat buffer that belong to no parameter."""
-    gaps, end = [], 0
-    for slot in layout.slots:
-        if end < slot.start:
-            gaps.append((end, slot.start))
-        end = slot.stop
-    return [*gaps, (end, layout.numel)] if end < layout.numel else gaps

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.comm import PLANES, Axis, Comm, Families, GlooComm, LocalComm, NcclComm, all_ranks
+from onefold.alone import LocalComm
+from onefold.comm import PLANES, Axis, Comm, Families, GlooComm, NcclComm, all_ranks
 from onefold.errors import ShardError
 from onefold.over import OverComm
 from onefold.streams import Chain, Finish
@@ -51,11 +52,14 @@ class GridComm(OverComm[Comm]):
     def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self._shards.refresh(whole, shard)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
         return Chain(
-            lambda: self._shards.reduce_scatter(shard, whole),
-            lambda: self._replicas.mean(shard),
+            lambda: self._shards.reduce_scatter(shard, *parts),
+            lambda: self.mean_of_replicas(shard),
         )
+
+    def mean_of_replicas(self, shard: Tensor) -> Finish | None:
+        return self._replicas.mean(shard)
 
     def total(self, value: Tensor) -> Tensor:
         # Replicas may run on other processors, which sum squares in another order.

@@ -21,6 +21,7 @@ class OverComm(Generic[Inner]):
         self.shard, self.num_shards = inner.shard, inner.num_shards
         self.replica, self.num_replicas = inner.replica, inner.num_replicas
         self.peers, self.peer_group = inner.peers, inner.peer_group
+        self.reads_parts = inner.reads_parts
         self.refreshes = inner.refreshes
 
     def expose(self, shard: Tensor) -> Tensor:
@@ -41,8 +42,14 @@ class OverComm(Generic[Inner]):
     def refresh(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self.inner.refresh(whole, shard)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        return self.inner.reduce_scatter(shard, whole)
+    def expect_reductions(self, shard_bytes: int) -> None:
+        self.inner.expect_reductions(shard_bytes)
+
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        return self.inner.reduce_scatter(shard, *parts)
+
+    def mean_of_replicas(self, shard: Tensor) -> Finish | None:
+        return self.inner.mean_of_replicas(shard)
 
     def total(self, value: Tensor) -> Tensor:
         return self.inner.total(value)
@@ -80,9 +87,9 @@ class CountingComm(OverComm[Axis]):
         self.gather_numel += whole.numel()
         return super().refresh(whole, shard)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish | None:
-        self.reduce_numel += whole.numel()
-        return super().reduce_scatter(shard, whole)
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        self.reduce_numel += sum(part.numel() for part in parts)
+        return super().reduce_scatter(shard, *parts)
 
     def mean(self, values: Tensor) -> Finish | None:
         self.reduce_numel += 2 * values.numel()

@@ -59,7 +59,7 @@ class Slots:
         grads: list[Tensor | None] = [None] * len(self.flat.params)
         for slot in self.arrived:
             grads[slot] = self.flat.params[slot].grad
-        self.gradients.collect(grads)
+        self.gradients.local.add(grads)
         self.is_fresh = False
         for slot in self.arrived:
             self.flat.params[slot].grad = self.stand_ins[slot]
@@ -268,7 +268,7 @@ class Reducer:
                 if slots.arrived:
                     slots.collect()
         active, kept, cleared = zip(*found, strict=True) if found else ((), (), ())
-        pending = [any(slots.gradients.local is not None for slots in self.slots[index]) for index in self._order]
+        pending = [any(slots.gradients.local.is_there for slots in self.slots[index]) for index in self._order]
         counts, merged = self._meeting.exchange(
             "optimizer step (or gathered)",
             [self._num_reduced, self._num_failed, settings],

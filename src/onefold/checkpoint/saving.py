@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.agree import together
+from onefold.alone import LocalComm
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
 from onefold.checkpoint.copies import Copies, new_room, room_bytes
@@ -18,7 +19,6 @@ from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.comm import LocalComm
 from onefold.conversation import Conversation
 from onefold.errors import CheckpointError, HostMemoryError, OnefoldError
 from onefold.session import Session
