@@ -23,6 +23,7 @@ from onefold import fused, rules
 from onefold.dtypes import join
 from onefold.errors import OptimizerError
 from onefold.native import Run, Step
+from onefold.sums import mean_of_rows
 from test_native import BF16, FORMS, FP32, GRADS, RULES, TORCH_FUSES, CorrectRoots, Shard, draw, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it interprets
@@ -322,3 +323,15 @@ def test_importing_onefold_imports_no_device_code():
     check = "import sys, onefold; print([name for name in sys.modules if name == 'onefold.kernels'])"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8])
+def test_a_mean_of_rows_has_the_bits_of_torchs_operations(device, kernel, dtype, num_rows):
+    for numel in (1, 2047, 2048, 5000):
+        rows = torch.randn(num_rows, numel + 24, device=device).to(dtype)[:, :numel]
+        got, want = (torch.empty(numel, dtype=dtype, device=device) for _ in range(2))
+        kernel.mean(got, rows)
+        mean_of_rows(want, rows)
+        assert torch.equal(got, want)

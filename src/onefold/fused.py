@@ -1,4 +1,5 @@
-"""Owns the fused update of flat shards in device memory: one Triton kernel, one pass, where torch makes ten.
+"""Owns the fused update of flat shards in device memory: one Triton kernel, one pass, where torch makes ten; and the
+mean over ranks, likewise.
 
 Invariant: an element's new values depend on that element alone, bit for bit: not on where the run starts, how long it
 is, or which other runs are updated. They are the rule's to fp32 rounding: the operations of `rules.py` in the order in
@@ -14,13 +15,17 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onefold.calls import RULES, factors_of, form_of, format_of, plan_of, state_of
 from onefold.native import Run, Step
 from onefold.rules import SGD
+from onefold.sums import Mean, mean_of_rows
 
 _BLOCK, _WARPS = 1024, 8
 """Four elements a thread: 16 bytes of fp32, the widest access there is, so that all tensors share one layout."""
+_MEAN_BLOCK = 2048
+"""Eight elements a thread: 16 bytes of bf16."""
 _SCALARS, _STATES = 7, 3
 
 
@@ -34,6 +39,7 @@ class FusedKernel:
 
         self._device_type = device_type
         self._launch: Any = kernels.update
+        self._launch_mean: Any = kernels.mean
 
     def supports(self, rule: str, exact: torch.dtype) -> bool:
         """Whether `update` takes rules of this name and exact weights of this dtype."""
@@ -66,6 +72,23 @@ class FusedKernel:
                 )
         changed = [run.weight, *state] if run.exact is None else [run.weight, run.exact, *state]
         torch.autograd.graph.increment_version(changed)  # as torch does after an operation in place
+
+    def mean(self, target: Tensor, rows: Tensor) -> None:
+        """As `sums.mean_of_rows`, bit for bit; rows are contiguous, but may lie apart."""
+        numel, (num_rows, _) = target.numel(), rows.shape
+        if target.dtype == torch.float64:
+            mean_of_rows(target, rows)
+        elif numel:
+            with torch.cuda.device_of(target):
+                self._launch_mean[(-(-numel // _MEAN_BLOCK),)](
+                    *(target, rows, rows.stride(0), numel), NUM_ROWS=num_rows, BLOCK=_MEAN_BLOCK, num_warps=_WARPS
+                )
+
+
+def mean_on(device: torch.device) -> Mean:
+    """What takes means of rows on `device`, fastest."""
+    kernel = fused_kernel(device)
+    return mean_of_rows if kernel is None else kernel.mean
 
 
 def fused_kernel(device: torch.device) -> FusedKernel | None:

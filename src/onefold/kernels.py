@@ -1,4 +1,5 @@
-"""Owns the device code of the fused update, in Triton: one pass over a run. Imported by `fused.py` alone, when needed.
+"""Owns the device code of the fused update, in Triton: one pass over a run; and of the mean over ranks. Imported by
+`fused.py` alone, when needed.
 
 Invariant: operations and their order are those of csrc/rules.h and csrc/forms.h, and so are the numbers of rules and
 forms and the order of `scalars`. What those write as one fused multiply-add is `tl.fma` here; launched with
@@ -168,3 +169,22 @@ def update(
         _block(weight, exact, grad, state, places, None, factors, scalars, RULE, FORM)
     else:
         _block(weight, exact, grad, state, places, places < numel, factors, scalars, RULE, FORM)
+
+
+@triton.jit
+def _mean(target, rows, row_numel, places, mask, NUM_ROWS: tl.constexpr):
+    total = tl.load(rows + places, mask=mask).to(tl.float32)
+    for row in tl.static_range(1, NUM_ROWS):
+        total += tl.load(rows + row * row_numel + places, mask=mask).to(tl.float32)
+    tl.store(target + places, tl.div_rn(total, NUM_ROWS * 1.0).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def mean(target, rows, row_numel, numel, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Put the mean of `NUM_ROWS` rows, `row_numel` apart, into `numel` elements of `target`: `sums.mean_of_rows`."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:  # as in `update`
+        _mean(target, rows, row_numel, places, None, NUM_ROWS)
+    else:
+        _mean(target, rows, row_numel, places, places < numel, NUM_ROWS)
