@@ -16,34 +16,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 # Lowest first; within a row, a module may import those before it. A folder counts as one module.
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
-    (
-        "bytes",
-        (
-            "labels",
-            "replace",
-            "tensorfiles",
-            "calls",
-            "native",
-            "streams",
-            "buffer",
-            "conversation",
-            "refreshes",
-            "comm",
-            "over",
-            "mesh",
-            "peers",
-            "cores",
-            "worker",
-            "pages",
-            "tier",
-            "disk",
-        ),
-    ),
+    ("bytes", ("labels", "replace", "tensorfiles", "calls", "native", "streams", "buffer")),
+    ("wire", ("conversation", "refreshes", "sums", "comm", "alone", "over", "mesh", "inbox", "peers")),
+    ("tiers", ("cores", "worker", "pages", "tier", "disk")),
     (
         "state",
         (
             "meeting",
             "released",
+            "localsum",
             "gradients",
             "schedule",
             "flat",

@@ -11,7 +11,8 @@ from onefold.session import session_of
 
 WIDTH, DEPTH = 2048, 40
 UNIT_GRADIENTS = 2
-"""Whole gradients alive beside the parameters of the window: one unit's as autograd made them, and their flat copy."""
+"""Whole gradients alive beside the parameters of the window: one unit's as autograd made them, and their flat copy, or
+those of the unit before while they are reduced."""
 
 
 def peak(rank, num_ranks, prefetch_units):
@@ -43,7 +44,8 @@ def peak(rank, num_ranks, prefetch_units):
         optimizer.step()
         optimizer.zero_grad()
     predicted = onefold.predicted(model, optimizer).device_bytes
-    window = (1 + prefetch_units + UNIT_GRADIENTS) * unit_bytes
+    inbox = comm.inbox_bytes if isinstance(comm, PeerComm) else 0
+    window = (1 + prefetch_units + UNIT_GRADIENTS) * unit_bytes + inbox
     return seen, predicted, window
 
 

@@ -1,16 +1,22 @@
-"""Promise: on GPUs of one machine, copies of shards are what NCCL's gathers give, bit for bit, and cost no more."""
+"""Promise: on GPUs of one machine, copies of shards are what NCCL's gathers give, bit for bit, sums by copies are those
+in rank order, and a step costs no more."""
 
 import random
 import statistics
 import time
+from functools import partial
 
 import pytest
 import torch
 
 import onefold
 from gpu_models import Tower, gpus
+from onefold.fused import mean_on
+from onefold.mesh import connect
 from onefold.peers import PeerComm, SymmetricPool
 from onefold.session import session_of
+from onefold.streams import lanes_for
+from onefold.sums import mean_of_rows
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096
 MOST_GPUS = min(4, max(2, torch.cuda.device_count()))
@@ -62,12 +68,58 @@ def trained(rank, num_ranks, plan, gather, keep_bytes):
     ids=["gathered twice", "kept", "whole"],
 )
 def test_copies_give_what_nccl_gives(ranks, plan, keep_bytes):
-    want = ranks(MOST_GPUS).run(trained, plan, "collective", keep_bytes, timeout_s=180)
-    got = ranks(MOST_GPUS).run(trained, plan, "copy", keep_bytes, timeout_s=180)
+    want = ranks(2).run(trained, plan, "collective", keep_bytes, timeout_s=180)  # two numbers have but one sum
+    got = ranks(2).run(trained, plan, "copy", keep_bytes, timeout_s=180)
     for (tensors, is_copied), (wanted, was_copied) in zip(got, want, strict=True):
         assert is_copied
         assert not was_copied
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, wanted, strict=True))
+
+
+def parts_of(rank, turn, dtype):
+    """A gradient in five parts that end in the middle of shards and chunks."""
+    generator = torch.Generator("cuda").manual_seed(1000 * turn + rank)
+    numel = 3 * 2**26 // dtype.itemsize
+    whole = torch.randn(numel, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+    return whole.split([numel // 8, 3 * numel // 8 + 24, numel // 4 - 8, 1, numel // 4 - 17])
+
+
+def summed(rank, num_ranks, dtype):
+    """Turns whose sum was not the one in rank order."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    inner, draw, wrong = connect(device), random.Random(rank), []
+    comm = PeerComm(inner, SymmetricPool(inner.peer_group, device), mean_on(device))
+    shards = [torch.empty(3 * 2**26 // dtype.itemsize // num_ranks, dtype=dtype, device=device) for _ in range(3)]
+    comm.expect_reductions(shards[0].nbytes)
+    lanes = lanes_for(device)
+    for turn in range(12):
+        want = [mean_by_hand(num_ranks, rank, 3 * turn + place, dtype) for place in range(3)]
+        parts = [parts_of(rank, 3 * turn + place, dtype) for place in range(3)]
+        tickets = []
+        for shard, each in zip(shards, parts, strict=True):
+            torch.cuda._sleep(draw.randrange(10**7))  # ranks are late by up to 5 ms
+            launch = partial(comm.reduce_scatter, shard, *each)
+            tickets.append(lanes.reduce.run(launch, after=[lanes.mark()], keep=[shard, *each]))
+        for ticket in tickets:
+            ticket.wait()
+        wrong += [turn for got, wanted in zip(shards, want, strict=True) if not torch.equal(got, wanted)]
+    return wrong, comm.inbox_bytes
+
+
+def mean_by_hand(num_ranks, rank, turn, dtype):
+    rows = [torch.cat(parts_of(each, turn, dtype)).chunk(num_ranks)[rank] for each in range(num_ranks)]
+    mean = torch.empty_like(rows[0])
+    mean_of_rows(mean, torch.stack(rows))
+    return mean
+
+
+@gpus(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_by_copies_are_those_in_rank_order(ranks, dtype):
+    for wrong, inbox_bytes in ranks(MOST_GPUS).run(summed, dtype, timeout_s=180):
+        assert wrong == []
+        assert inbox_bytes <= 2**28
 
 
 def step_seconds(rank, num_ranks, gather):

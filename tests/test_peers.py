@@ -1,8 +1,11 @@
-"""Promise: gathers by copies give the values of a collective, bit for bit, whoever is late; and send nothing."""
+"""Promise: gathers and reductions by copies give the values of a collective, bit for bit, whoever is late; and gathers
+send nothing."""
 
 import gc
 import platform
 import time
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,12 +14,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold import peers
+from onefold import inbox, localsum, peers
 from onefold.errors import ShardError
 from onefold.mesh import connect
 from onefold.over import CountingComm
 from onefold.peers import MappedPool, PeerComm
 from onefold.session import session_of
+from onefold.sums import mean_of_rows
 from ranks import Stack, Turn, build, same, weights
 
 PLANS = {
@@ -96,13 +100,33 @@ class Witness:
             self.wrong.append("a shard changed, and nobody was told before it was read")
 
 
+@contextmanager
 def late_copies(generator):
     """Copies that are now and then long after the ranks met."""
-    return patch.object(peers, "_copy", lambda *given, copy=peers._copy: (dawdle(generator), copy(*given)))
+    with ExitStack() as stack:
+        for module in (peers, inbox):
+            late = partial(copy_late, generator, module._copy)
+            stack.enter_context(patch.object(module, "_copy", late))
+        yield
 
 
-def trained(rank, num_ranks, plan, gather, precision, steps, tmp_path):
-    with late_copies(torch.Generator().manual_seed(rank + 100)):
+def copy_late(generator, copy, *given):
+    dawdle(generator)
+    copy(*given)
+
+
+@contextmanager
+def small_chunks():
+    """As if buffers were large: gradients are reduced where they are, in several chunks."""
+    with (
+        patch.object(localsum, "_LOOSE_BYTES", 0),
+        patch.multiple(inbox, _BYTES=0, _ALIGNMENT=64),
+    ):
+        yield
+
+
+def trained(rank, num_ranks, plan, gather, precision, steps, tmp_path, chunks=nullcontext):
+    with late_copies(torch.Generator().manual_seed(rank + 100)), chunks():
         return trained_late(rank, PLANS[plan], gather, precision, steps, tmp_path)
 
 
@@ -167,7 +191,8 @@ def is_same(got, want):
 def test_copies_give_what_collectives_give(ranks, tmp_path, plan, num_ranks, params):
     precision = onefold.Precision(params=params)
     want = ranks(num_ranks).run(trained, plan, "collective", precision, 10, tmp_path)
-    is_same(ranks(num_ranks).run(trained, plan, "copy", precision, 10, tmp_path), want)
+    for chunks in (nullcontext, small_chunks):
+        is_same(ranks(num_ranks).run(trained, plan, "copy", precision, 10, tmp_path, chunks), want)
 
 
 def dawdle(generator):
@@ -178,7 +203,7 @@ def dawdle(generator):
 
 def changed_and_read(rank, num_ranks):
     """What this rank reads of all ranks, 100 times; ranks are late at random, and nothing but the copies joins them."""
-    comm = PeerComm(connect(torch.device("cpu")), MappedPool(connect(torch.device("cpu"))))
+    comm = PeerComm(connect(torch.device("cpu")), MappedPool(connect(torch.device("cpu"))), mean_of_rows)
     shards = [comm.expose(torch.zeros(16, dtype=torch.int64)) for _ in range(3)]
     whole = torch.empty(16 * num_ranks, dtype=torch.int64)
     generator = torch.Generator().manual_seed(rank)

@@ -1,4 +1,5 @@
-"""Owns the choice of how shards are gathered: by collectives, or by copies between the ranks of one machine."""
+"""Owns the choice of how shards are gathered and gradients reduced: by collectives, or by copies between the ranks of
+one machine."""
 
 import platform
 import time
@@ -11,6 +12,7 @@ import torch
 from onefold.agree import together
 from onefold.comm import Comm
 from onefold.errors import ShardError
+from onefold.fused import mean_on
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
 from onefold.streams import lanes_for
 
@@ -48,7 +50,8 @@ def choose_gather(how: GatherChoice, comm: Comm, device: torch.device) -> Comm:
 
 
 def _copying(comm: Comm, device: torch.device) -> PeerComm:
-    return PeerComm(comm, together(comm, partial(_pool, comm, device), did="sees no memory of the others"))
+    pool = together(comm, partial(_pool, comm, device), did="sees no memory of the others")
+    return PeerComm(comm, pool, mean_on(device))
 
 
 def _pool(comm: Comm, device: torch.device) -> Pool:

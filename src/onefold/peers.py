@@ -1,7 +1,9 @@
-"""Owns gathers without messages: ranks of one machine copy each other's shards from memory that all of them see.
+"""Owns gathers and reductions without messages: ranks of one machine copy each other's shards from memory that all of
+them see, and their gradients into it.
 
 On GPUs with peer access the copies are made by the copy engines and take no processors from the computation; on CPUs
-they save the way through sockets. The values are those of a collective, bit for bit.
+they save the way through sockets. What is gathered is what a collective gathers, bit for bit; for what is reduced see
+[Note: The order of a sum].
 
 [Note: Who may read whose shard]
 A copy asks nobody, so two rules stand in for the meeting that a collective is. Before a rank changes shards it meets
@@ -24,14 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.comm import Comm
+from onefold.inbox import Inbox
 from onefold.over import OverComm
-from onefold.streams import Finish, Pending
+from onefold.streams import Chain, Finish, Pending
+from onefold.sums import Mean
 
 _CHUNK_BYTES = 2**24
 """Small shards share an allocation of this size: each takes a driver's page, and a meeting to set up."""
 
-_SHARDS, _WHOLE = 0, 1
-"""Lines of meetings: those of whole weights may be under way as shards are about to change."""
+_SHARDS, _WHOLE, _GRADIENTS = 0, 1, 2
+"""Lines of meetings: those of whole weights, and of reductions, may be under way as shards are about to change."""
 
 _PATIENCE_MS = 600_000
 """A rank that waits so long for another on a GPU gives up, as NCCL does."""
@@ -73,8 +77,10 @@ class MappedPool:
         return everyone[self._comm.shard], everyone
 
     def meet(self, line: int = 0) -> Finish | None:
-        token = torch.zeros(1, dtype=torch.uint8)
-        return self._comm.all_gather(torch.empty(self._comm.num_shards, dtype=torch.uint8), token)
+        token, tokens = torch.zeros(1), torch.zeros(self._comm.num_shards)
+        if line == _GRADIENTS:  # in the order of reductions, which is not that of gathers
+            return self._comm.reduce_scatter(token, tokens)
+        return self._comm.all_gather(tokens, token)
 
 
 class SymmetricPool:
@@ -120,11 +126,21 @@ class SymmetricPool:
 
 
 class PeerComm(OverComm[Comm]):
-    """Gathers exposed shards by copies; all else goes through another `Comm`. See [Note: Who may read whose shard]."""
+    """Gathers exposed shards, and reduces, by copies; all else goes through another `Comm`. See
+    [Note: Who may read whose shard].
 
-    def __init__(self, inner: Comm, pool: Pool) -> None:
+    Args:
+        mean: takes the means of what is reduced.
+    """
+
+    def __init__(self, inner: Comm, pool: Pool, mean: Mean) -> None:
         super().__init__(inner)
+        self.reads_parts = True
         self._pool = pool
+        self._mean = mean
+        self._inbox: Inbox | None = None
+        self._latest: Finish | None = None
+        """Finishes the reduction before: they run one after another."""
         self._shards: dict[int, Sequence[Tensor]] = {}
         """Every rank's shard, by the address of this rank's."""
         self._parts: set[int] = set()
@@ -136,8 +152,13 @@ class PeerComm(OverComm[Comm]):
 
     @property
     def shared_bytes(self) -> int:
-        """What this rank's shards take of memory that all ranks see."""
+        """What this rank's shards and inbox take of memory that all ranks see."""
         return self._pool.held_bytes
+
+    @property
+    def inbox_bytes(self) -> int:
+        """What reductions take of it."""
+        return 0 if self._inbox is None else self._inbox.nbytes
 
     def expose(self, shard: Tensor) -> Tensor:
         if not shard.numel():
@@ -158,6 +179,20 @@ class PeerComm(OverComm[Comm]):
 
     def before_change(self) -> None:
         self._meet(_SHARDS)
+
+    def expect_reductions(self, shard_bytes: int) -> None:
+        self._inbox = Inbox(self._pool, _GRADIENTS, self.shard, self.num_shards, shard_bytes, self._mean)
+
+    def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        if self._inbox is None:
+            raise RuntimeError("a reduction that nobody expected")
+        before = self._latest
+        self._latest = Chain(
+            lambda: before,
+            *self._inbox.steps(shard, parts),
+            lambda: self.mean_of_replicas(shard),
+        )
+        return self._latest
 
     def _meet(self, line: int) -> None:
         finish = self._pool.meet(line)

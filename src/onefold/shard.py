@@ -71,8 +71,8 @@ def shard(
             ones first; "auto" means what states leave of a GPU beside activations of a quarter of its memory.
         fraction: how much of what the plan keeps off the device to keep on it, in whole units, those that a forward
             needs first: in [0, 1], as `OFFLOAD.keeping(0.5)`, or "auto" for as much as fits beside such activations.
-        gather: "collective" (NCCL, gloo); "copy": ranks of one machine copy shards from memory that all of them see;
-            "auto" takes the faster of both on GPUs of one machine, and a collective elsewhere. Values are the same.
+        gather: "collective" (NCCL, gloo); "copy": ranks of one machine copy shards from memory that all of them see,
+            and gradients into it; "auto" takes the faster of both on GPUs of one machine, and a collective elsewhere.
 
     Raises:
         ShardError: the model is already sharded, or holds a parameter that cannot be.
@@ -278,6 +278,7 @@ def _build(
         units.append(builder.build(spec, index, plan, index in places.kept))
     for unit in units:
         unit.settle()
+    comm.expect_reductions(max((unit.reduced_bytes for unit in units), default=0))
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():

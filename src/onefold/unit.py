@@ -76,6 +76,12 @@ class Unit:
         """Bytes of the gathered unit."""
         return sum(flat.buffer.nbytes for flat in self.flats)
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of the largest shard of gradients that a reduction gives."""
+        shards = [flat.layout.shard_numel * trained.gradients.dtype.itemsize for flat, trained in self.trained_flats]
+        return max(shards, default=0)
+
     def settle(self) -> None:
         """All units are built: whoever holds whole weights from now on is somebody else. Until then others could come
         from building: memory that all ranks see may hold several units."""
