@@ -22,6 +22,7 @@ from rows import Row
 
 UPDATE_BYTES = 26
 """Of a parameter with a split master: weight, lower half and both moments read and written, gradient read."""
+COPIES = "reduce, copies"
 BACKWARD = 3 / 4
 """Of the limit, with full checkpointing: three of four passes over the weights."""
 
@@ -55,8 +56,11 @@ class Model:
         return self.known_s(share) + rest_s + max(0.0, between_s - BACKWARD * self.limit_s)
 
 
-def fit(train: Mapping[str, Any], wire: Mapping[str, Any], row: str, copy_bytes_s: float, gather: str) -> Model:
-    """The model of one row of a run of `train.py`, with the costs of a run of `wire.py`.
+def fit(
+    train: Mapping[str, Any], wire: Mapping[str, Any], row: str, copy_bytes_s: float, gather: str, reduce: str
+) -> Model:
+    """The model of one row of a run of `train.py`, with the costs of a run of `wire.py`. Reductions by copies take
+    gradients from where they are.
 
     Raises:
         ValueError: a row is missing, or the files hold something else.
@@ -73,8 +77,10 @@ def fit(train: Mapping[str, Any], wire: Mapping[str, Any], row: str, copy_bytes_
             f"on {num_ranks} GPUs, as many as the wire's, the run holds {', '.join(rows) or 'nothing'}, not "
             f"{', '.join(sorted(missing))}"
         )
-    if num_ranks < 2 or gather not in costs:
-        raise ValueError(f"the wire of {num_ranks} GPUs holds {', '.join(costs)}; wanted are several GPUs and {gather}")
+    if num_ranks < 2 or not {gather, reduce} <= costs.keys():
+        raise ValueError(
+            f"the wire of {num_ranks} GPUs holds {', '.join(costs)}; wanted are several GPUs, {gather} and {reduce}"
+        )
     num_params = rows[row]["num_params"]
     units = num_params / wire["numel"]
     return Model(
@@ -82,8 +88,8 @@ def fit(train: Mapping[str, Any], wire: Mapping[str, Any], row: str, copy_bytes_
         num_params=num_params,
         update_bytes_s=copy_bytes_s,
         gathers_s=2 * units * costs[gather],
-        reduces_s=units * costs["reduce, collective"],
-        copies_s=4 * num_params / copy_bytes_s,
+        reduces_s=units * costs[reduce],
+        copies_s=0.0 if reduce == COPIES else 4 * num_params / copy_bytes_s,
         num_ranks=num_ranks,
         step_s=rows[row]["seconds"],
     )
@@ -95,6 +101,7 @@ def main() -> None:
     parser.add_argument("--wire", required=True, help="what wire.py wrote, on as many GPUs")
     parser.add_argument("--row", default="zero_3")
     parser.add_argument("--gather", default="gather, copies", help="the row of wire.py that gathers are")
+    parser.add_argument("--reduce", default="reduce, collective", help=f"that reductions are, such as {COPIES!r}")
     parser.add_argument("--copy-bytes-s", type=float, default=4.0e12, help="a copy on the device, read and written")
     parser.add_argument("--gpus", nargs="+", type=int, default=[2, 4, 8, 128])
     parser.add_argument("--host", type=int, default=8, help="GPUs in a machine")
@@ -106,7 +113,7 @@ def main() -> None:
         parser.error("--gpus are at most --host, or fill whole machines of so many")
     try:
         train, wire = (json.loads(Path(path).read_text()) for path in (words.train, words.wire))
-        model = fit(train, wire, words.row, words.copy_bytes_s, words.gather)
+        model = fit(train, wire, words.row, words.copy_bytes_s, words.gather, words.reduce)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     rest_s = model.step_s - model.known_s(model.num_ranks)

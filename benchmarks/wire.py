@@ -5,8 +5,9 @@
 A unit has --numel bf16 elements over all ranks: a block of a 6.74B Llama unless told otherwise. Rows:
 
 - gather, collective: NCCL's all-gather into the unit's buffer; gather, copies: what `shard(gather="copy")` does;
-- reduce, collective: NCCL's reduce-scatter; reduce, pull and sum: every rank copies its part of all others' gradients
-  from memory that all of them see, and sums them in rank order in fp32. It meets the others before and after;
+- reduce, collective: NCCL's reduce-scatter; reduce, copies: nine gradients as they are, as `gather="copy"` has it;
+- reduce, pull and sum: every rank copies its part of all others' gradients from memory that all of them see, and sums
+  them in rank order in fp32. It meets the others before and after;
 - collect, one kernel; collect, copies: nine gradients into a unit's buffer on one GPU, as Onefold does it (there on the
   computation's stream, here beside it), and by a copy for each;
 - reduce, direct 16 (on 2 or 4 GPUs, with Triton): one kernel on so many blocks of threads reads and sums all parts;
@@ -31,9 +32,10 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import Comm, start
+from onefold.fused import mean_on
 from onefold.mesh import connect
 from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
-from onefold.streams import Ticket, lanes_for
+from onefold.streams import Finish, Ticket, lanes_for
 from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, in_pieces, on_few, registered
 from workload import check_launched, check_writable, machine, synchronize, write_whole
 
@@ -51,17 +53,19 @@ def pool_of(comm: Comm, device: torch.device) -> Pool:
 def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, tuple[str, Transfer]]:
     """Each row's lane and what runs there."""
     comm = connect(device)
-    copying = PeerComm(comm, pool_of(comm, device))
+    copying = PeerComm(comm, pool_of(comm, device), mean_on(device))
     rest = torch.ones(numel // comm.num_shards, dtype=torch.bfloat16, device=device)
     is_direct, pool = can_be_direct(comm, device), pool_of(comm, device)
     whole = torch.empty(numel, dtype=torch.bfloat16, device=device)
     gradients = [torch.ones_like(part) for part in whole.split(-(-numel // 9))]
     direct = partial(Direct, comm, pool, numel, device)
     exposed = copying.expose(rest)
+    copying.expect_reductions(rest.nbytes)
     return {
         "gather, collective": ("gather", partial(comm.all_gather, whole, rest)),
         "gather, copies": ("gather", partial(copying.all_gather, whole, exposed)),
         "reduce, collective": ("reduce", partial(comm.reduce_scatter, rest, whole)),
+        "reduce, copies": ("reduce", partial(_finished, partial(copying.reduce_scatter, rest, *gradients))),
         "reduce, pull and sum": ("reduce", PullSum(comm, pool, numel, device)),
         "collect, one kernel": ("reduce", partial(copy_together, gradients, whole)),
         "collect, copies": ("reduce", partial(copy_each, gradients, whole)),
@@ -70,6 +74,12 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
         **({"reduce, registered": ("reduce", registered(comm, numel, device))} if ctas else {}),
         **({"reduce, in pieces": ("reduce", in_pieces(comm, rest, gradients))} if device.type == "cuda" else {}),
     }
+
+
+def _finished(start: Callable[[], Finish | None]) -> None:
+    finish = start()
+    if finish is not None:
+        finish()
 
 
 class Bench:

@@ -17,6 +17,7 @@ def model(folder, *words, check=True):
     row = {"num_params": PARAMS, "num_ranks": 2}
     rows = [{**row, "system": "limit", "seconds": 0.8}, {**row, "system": "zero_3", "seconds": 1.1}]
     costs = [{"row": "gather, copies", "cost_s": 0.001}, {"row": "reduce, collective", "cost_s": 0.002}]
+    costs.append({"row": "reduce, copies", "cost_s": 0.001})
     (folder / "train.json").write_text(json.dumps({"runs": [{"rows": rows}]}))
     (folder / "wire.json").write_text(json.dumps({"num_ranks": 2, "numel": UNIT, "rows": costs}))
     files = ("--train", folder / "train.json", "--wire", folder / "wire.json", "--copy-bytes-s", 1e9)
@@ -37,6 +38,12 @@ def test_it_is_what_was_measured_and_more_ranks_update_less_and_receive_more(tmp
     for num_gpus, (update, times) in more.items():
         want = 1.1 + update - UPDATE + (times - 1) * (GATHERS + REDUCTIONS)
         assert found[num_gpus] == (pytest.approx(want, abs=1e-3), "prediction")
+
+
+def test_copies_take_gradients_from_where_they_are(tmp_path):
+    found = steps(tmp_path, "--gpus", 2, 4, "--reduce", "reduce, copies")
+    want = 1.1 + UPDATE / 2 - UPDATE + 0.5 * (GATHERS + REDUCTIONS / 2)
+    assert found[4] == (pytest.approx(want, abs=1e-3), "prediction")
 
 
 def test_a_network_counts_only_where_backward_does_not_hide_it(tmp_path):
