@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
@@ -272,6 +273,33 @@ def test_a_step_waits_only_for_units_of_which_somebody_holds_a_view(ranks):
     for names in ranks(2).run(kept_waiting, True):
         assert names
         assert all(name.startswith("blocks.1.") for name in names)
+
+
+class Partly(nn.Module):
+    """Parameters of which none is trained, or only empty ones."""
+
+    def __init__(self, has_empty):
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, 4), requires_grad=has_empty)
+
+    def forward(self, x):
+        return self.frozen(x).sum() + self.empty.sum()
+
+
+def without_gradients(rank, num_ranks, has_empty):
+    model = onefold.shard(Partly(has_empty), onefold.ZERO_3, gather="copy", units=["frozen"])
+    loss = model(torch.ones(3, 4))
+    if has_empty:
+        optimizer = onefold.SGD(model, lr=0.1)
+        loss.backward()
+        optimizer.step()
+    return model(torch.ones(3, 4)).item() == loss.item()
+
+
+@pytest.mark.parametrize("has_empty", [False, True])
+def test_models_without_gradients_need_no_inbox(ranks, has_empty):
+    assert ranks(2).run(without_gradients, has_empty) == [True] * 2
 
 
 def mapped(rank, num_ranks):

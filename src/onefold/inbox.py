@@ -53,7 +53,9 @@ class Inbox:
         self._row_bytes = -(-min(shard_bytes, most) // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = _SLOTS * num_shards * self._row_bytes
         _, everyone = memory.allocate(self.nbytes, torch.uint8)
-        self._slots = [[each.view(_SLOTS, num_shards, -1)[slot] for each in everyone] for slot in range(_SLOTS)]
+        self._slots = [
+            [each.view(_SLOTS, num_shards, self._row_bytes)[slot] for each in everyone] for slot in range(_SLOTS)
+        ]
         self._next = 0
 
     def steps(self, shard: Tensor, parts: Sequence[Tensor]) -> Iterator[Callable[[], Finish | None]]:

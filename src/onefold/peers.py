@@ -184,6 +184,8 @@ class PeerComm(OverComm[Comm]):
         self._inbox = Inbox(self._pool, _GRADIENTS, self.shard, self.num_shards, shard_bytes, self._mean)
 
     def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
+        if not shard.numel():
+            return None
         if self._inbox is None:
             raise RuntimeError("a reduction that nobody expected")
         before = self._latest

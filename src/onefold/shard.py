@@ -278,7 +278,9 @@ def _build(
         units.append(builder.build(spec, index, plan, index in places.kept))
     for unit in units:
         unit.settle()
-    comm.expect_reductions(max((unit.reduced_bytes for unit in units), default=0))
+    largest = max(unit.reduced_bytes for unit in units)
+    if largest:
+        comm.expect_reductions(largest)
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
         if buffer.numel():
