@@ -98,7 +98,7 @@ TRAIN = ("--train", RESULTS / "train-2xh200-6.74b.json")
         ("step_model.py", (*WIRE, "--train", "not-there.json"), "not-there.json"),
         ("step_model.py", (*WIRE, "--train", WIRE[1]), "--train is a file that train.py wrote"),
         ("step_model.py", (*WIRE, "--train", RESULTS / "train-4xh200-6.74b.json"), "on 2 GPUs, as many as the wire's"),
-        ("step_model.py", (*WIRE, *TRAIN, "--gather", "by hand"), "and by hand"),
+        ("step_model.py", (*WIRE, *TRAIN, "--gather", "by hand"), "by hand and reduce"),
         ("step_model.py", (*WIRE, *TRAIN, "--gpus", 12), "fill whole machines"),
         ("step_model.py", (*WIRE, *TRAIN, "--gpus", 0), "are more than 0"),
         ("trace_report.py", ("not-there.json",), "not-there.json"),
