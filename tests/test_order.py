@@ -354,3 +354,32 @@ def collectives_of_ones_own(rank, num_ranks, plan):
 def test_collectives_of_the_loop_itself_wait_for_nothing(ranks, plan):
     norms = ranks(2).run(collectives_of_ones_own, plan, timeout_s=PATIENCE_S)
     assert len(set(norms)) == 1
+
+
+def tell(store, word, grad):
+    store.set(word, "came")
+
+
+def ahead(rank, num_ranks, plan):
+    """Rank 1 begins its backward when rank 0's has gradients, of which none is of a whole unit yet."""
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.1)
+    store, last = torch.distributed.distributed_c10d._get_default_store(), model.blocks[-1]
+    for step in range(3):
+        loss = model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean()
+        word = f"{plan} {step}"
+        hooks = [param.register_hook(partial(tell, store, word)) for param in last.parameters()]
+        if rank == 1:
+            store.wait([word])
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.grad_norm
+
+
+@pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2"])
+def test_the_first_rank_goes_on_until_it_reduces(ranks, plan):
+    norms = ranks(2).run(ahead, plan, timeout_s=PATIENCE_S)
+    assert len(set(norms)) == 1

@@ -1,6 +1,7 @@
 """Owns the wire of a world of one rank, where nothing is sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,9 @@ class LocalComm(CollectiveComm):
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         return [list(message)]
+
+    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
+        return partial(self.exchange, message)
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]

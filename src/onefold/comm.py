@@ -13,7 +13,8 @@ from them. On one axis, as in this file, both are the same; in mesh.py several r
 import atexit
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, ref
@@ -98,6 +99,10 @@ class Comm(Protocol):
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         """Every rank's message (same length everywhere), by rank. Over host memory, apart from all other traffic."""
+        ...
+
+    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """As `exchange`, without waiting: what is returned waits. Exchanges come in the order in which they begin."""
         ...
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -232,16 +237,30 @@ class _GroupComm(CollectiveComm):
         dist.broadcast(_as_bytes(tensor), self._root, group=self._planes["data"])
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        return self.begin_exchange(message)()
+
+    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
         sent = torch.tensor(list(message), dtype=torch.int64, device="cpu")
         received = torch.empty(self.num_ranks * len(message), dtype=torch.int64, device="cpu")
+        with self._explained():
+            work = _all_gather(received, sent, group=self._planes["control"], async_op=True)
+
+        def finish() -> list[list[int]]:
+            with self._explained():
+                work.wait()
+            return cast(list[list[int]], received.view(self.num_ranks, -1).tolist())
+
+        return finish
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            _all_gather(received, sent, group=self._planes["control"])
+            yield
         except RuntimeError as error:
             raise OrderMismatchError(
                 f"rank {self.rank}: another rank left, or did not come to the same point of the step; every rank must "
                 f"run as many forwards, backwards and steps ({error})"
             ) from error
-        return cast(list[list[int]], received.view(self.num_ranks, len(message)).tolist())
 
     def exchange_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks

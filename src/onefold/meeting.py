@@ -4,7 +4,7 @@ Every first message has one length, whatever the model, so ranks that come for d
 other, and all of them raise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import randbits
 from typing import NoReturn
 from zlib import crc32
@@ -47,21 +47,33 @@ class Meeting:
         words = [0] * -(-len(flags) // _WORD)
         for place, flag in enumerate(flags):
             words[place // _WORD] |= flag << place % _WORD
-        self.is_apart = True
-        head = [crc32(kind.encode()), self._model]
-        first = [*head, *_padded(numbers, _SHORT), *_padded(words[:_FIRST_WORDS], _FIRST_WORDS)]
-        messages = self._comm.exchange(first)
-        if any(message[:2] != head for message in messages):
-            self._fail_apart(kind)
+        messages = self._begin(kind, numbers, words[:_FIRST_WORDS])()
         told = [message[2 + _SHORT :][: len(words)] for message in messages]
         if len(words) > _FIRST_WORDS:
             told = [[*have, *more] for have, more in zip(told, self._comm.exchange(words[_FIRST_WORDS:]), strict=True)]
-        self.is_apart = False
         merged = [0] * len(words)
         for each in told:
             merged = [have | new for have, new in zip(merged, each, strict=True)]
         united = [bool(merged[place // _WORD] >> place % _WORD & 1) for place in range(len(flags))]
         return [message[2 : 2 + len(numbers)] for message in messages], united
+
+    def begin(self, kind: str) -> Callable[[], object]:
+        """As `exchange` for `kind`, without waiting: what is returned waits, and raises what it raises."""
+        return self._begin(kind, (), ())
+
+    def _begin(self, kind: str, numbers: Sequence[int], words: Sequence[int]) -> Callable[[], list[list[int]]]:
+        self.is_apart = True
+        head = [crc32(kind.encode()), self._model]
+        come = self._comm.begin_exchange([*head, *_padded(numbers, _SHORT), *_padded(words, _FIRST_WORDS)])
+
+        def finish() -> list[list[int]]:
+            messages = come()
+            if any(message[:2] != head for message in messages):
+                self._fail_apart(kind)
+            self.is_apart = False
+            return messages
+
+        return finish
 
     def tell(self, story: str) -> list[str]:
         """Every rank's story, by rank; for errors that all ranks found at the same meeting."""

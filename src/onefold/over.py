@@ -1,6 +1,6 @@
 """Owns `Comm`s over another one: the base that passes everything on, and the one that counts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -59,6 +59,9 @@ class OverComm(Generic[Inner]):
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         return self.inner.exchange(message)
+
+    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
+        return self.inner.begin_exchange(message)
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return self.inner.exchange_objects(value)

@@ -14,6 +14,7 @@ parameter's gradient is forgotten before anything is added, and a step leaves th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -154,6 +155,8 @@ class Reducer:
         self._num_reduced = 0
         self._num_failed = 0
         self._has_met = False
+        self._meet: Callable[[], object] | None = None
+        """Waits for the other ranks where this one came to the meeting of a backward."""
         self._has_arrivals = False
         self._tickets: list[Ticket] = []
 
@@ -166,7 +169,7 @@ class Reducer:
 
         Args:
             has_met: all ranks are known to start it (else they meet before the first reduction: they must not make
-                it for different reasons).
+                it for different reasons. Each comes there with its first gradient, and waits only when it reduces).
         """
         self.finish()
         self._missing = {
@@ -182,6 +185,7 @@ class Reducer:
         self._closed = []
         self._position = 0
         self._has_met = self._has_arrivals = False
+        self._meet = None
 
     def before(self, slots: Slots, slot: int, grad: Tensor) -> Tensor | None:
         """Autograd has the gradient of one parameter, and is about to accumulate it into `.grad` (see
@@ -202,6 +206,8 @@ class Reducer:
 
     def arrive(self, index: int, slots: Slots, slot: int) -> None:
         """Autograd accumulated into one parameter's `.grad`."""
+        if not (self._has_arrivals or self._has_met or self.accumulating):
+            self._meet = self._meeting.begin(BACKWARD)
         is_first = slot not in slots.arrived
         slots.arrived.add(slot)
         self._has_arrivals = True
@@ -226,6 +232,8 @@ class Reducer:
     def abort(self) -> None:
         """An exception ended the backward pass; gradients that came stay in `.grad`, as in torch. Other ranks may have
         gone on: they get the reductions they wait for, and the next meeting tells them."""
+        with suppress(OrderMismatchError):  # the other ranks raise it, too; here the first exception goes on
+            self._come_together()
         if self._has_met and not self.accumulating and not self._meeting.is_apart:
             for index in self._order[self._position :]:
                 self._reduce(index)
@@ -333,11 +341,15 @@ class Reducer:
         while (
             not self.accumulating and self._position < len(self._order) and self._order[self._position] in self._closed
         ):
-            if not self._has_met:
-                self._meeting.exchange(BACKWARD)
-                self._has_met = True
+            self._come_together()
             self._reduce(self._order[self._position])
             self._position += 1
+
+    def _come_together(self) -> None:
+        meet, self._meet = self._meet, None
+        if meet is not None:
+            self._has_met = True
+            meet()
 
     def _reduce(self, index: int) -> None:
         with label("reduce", self._names[index]):
