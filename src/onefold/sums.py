@@ -26,7 +26,8 @@ def mean_of_rows(target: Tensor, rows: Tensor) -> None:
     total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         total += row
-    target.copy_(total.div_(len(rows)))
+    number = torch.full((), len(rows), dtype=total.dtype, device=total.device)  # torch multiplies by a number's inverse
+    target.copy_(total.div_(number))
 
 
 def squares(values: Tensor) -> Tensor:
