@@ -57,15 +57,27 @@ def limit(size: float, steps: int, device: str) -> list[float]:
     return timed(steps, WARM_UP, once)[0]
 
 
-def sharded(size: float, setting: str, device: str) -> tuple[nn.Module, onefold.AdamW]:
-    """A model and its optimizer under `setting`: a plan, and after a colon "delayed" or the fraction on the device."""
+def parsed(setting: str) -> tuple[str, Any, bool]:
+    """The plan's name, the fraction on the device, and whether updates are late: a plan, and after a colon "delayed" or
+    the fraction.
+
+    Raises:
+        ValueError: it is none of that.
+    """
     name, _, option = setting.partition(":")
-    plan, is_delayed = NAMED_PLANS[name], option == "delayed"
     fraction: Any = None if option in ("", "delayed") else "auto" if option == "auto" else float(option)
+    if name not in NAMED_PLANS or (isinstance(fraction, float) and not 0 <= fraction <= 1):
+        raise ValueError(f"{setting!r} is no plan ({', '.join(NAMED_PLANS)}) with a part in [0, 1], auto or delayed")
+    return name, fraction, option == "delayed"
+
+
+def sharded(size: float, setting: str, device: str) -> tuple[nn.Module, onefold.AdamW]:
+    """A model and its optimizer under `setting`."""
+    name, fraction, is_delayed = parsed(setting)
     with torch.device("meta"):
         model = work(size).model()
     with torch.device(device):
-        model = onefold.shard(model, plan, fraction=fraction, precision=onefold.Precision(params="bf16"))
+        model = onefold.shard(model, NAMED_PLANS[name], fraction=fraction, precision=onefold.Precision(params="bf16"))
     return model, onefold.AdamW(model, lr=1e-4, max_grad_norm=1.0, delayed=is_delayed, delay_after=0)
 
 
@@ -129,7 +141,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", help="write the JSON here too")
-    return parser.parse_args()
+    words = parser.parse_args()
+    try:
+        for setting in words.plans:
+            parsed(setting)
+    except ValueError as error:
+        parser.error(str(error))
+    return words
 
 
 def measure(words: argparse.Namespace) -> dict[str, Any]:

@@ -101,6 +101,8 @@ TRAIN = ("--train", RESULTS / "train-2xh200-6.74b.json")
         ("step_model.py", (*WIRE, *TRAIN, "--gather", "by hand"), "by hand and reduce"),
         ("step_model.py", (*WIRE, *TRAIN, "--gpus", 12), "fill whole machines"),
         ("step_model.py", (*WIRE, *TRAIN, "--gpus", 0), "are more than 0"),
+        ("offload.py", ("--plans", "half"), "'half' is no plan"),
+        ("offload.py", ("--plans", "offload:2"), "in [0, 1]"),
         ("trace_report.py", ("not-there.json",), "not-there.json"),
         ("trace_report.py", (RESULTS / "trace-2xh200-zero_3.json",), "no Chrome trace"),
         ("largest.py", ("--device", "cpu", "--first", 5, "--most", 4), "--first is at most --most"),
