@@ -46,6 +46,7 @@ FLOORS = (
             "meta",
             "nursery",
             "fraction",
+            "hostfit",
             "keep",
             "gather",
             "build",

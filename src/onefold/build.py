@@ -86,15 +86,16 @@ class Formats:
 
     def states(self, spec: UnitSpec) -> UnitStates:
         """What training a unit takes."""
-        size, optim = UnitBytes(params=0, grads=0), 0
+        size, masters, moments = UnitBytes(params=0, grads=0), 0, 0
         for param, kind in ((param, self.kind(param)) for _, param in spec.params):
             grad_itemsize = self.precision.grad_dtype(kind.dtype).itemsize if kind.is_trained else 0
             part = UnitBytes(params=param.numel() * kind.dtype.itemsize, grads=param.numel() * grad_itemsize)
             size = UnitBytes.of((size, part))
             if kind.is_trained:
                 master = _MASTERS[self.precision.master_form(kind.dtype)]
-                optim += param.numel() * (2 * exact_dtype(kind.dtype).itemsize + master.itemsize)
-        return UnitStates(size=size, optim=optim)
+                masters += param.numel() * master.itemsize
+                moments += param.numel() * 2 * exact_dtype(kind.dtype).itemsize
+        return UnitStates(size=size, optim=masters + moments, moments=moments)
 
 
 def _pack(members: Sequence[tuple[str, nn.Parameter]], num_shards: int) -> Layout:

@@ -34,6 +34,8 @@ class UnitStates:
     size: UnitBytes
     optim: int
     """Bytes of Adam's state with master weights: what other rules keep is less."""
+    moments: int = 0
+    """Bytes of it that are taken when the optimizer is made."""
 
 
 def keep_some(
@@ -100,16 +102,24 @@ def fitting(plan: Plan, units: Sequence[UnitStates], num_shards: int, available:
 
 def on_device(plan: Plan, units: Sequence[UnitStates], num_shards: int) -> int:
     """Bytes of states that one rank has on the device, without padding."""
-    held = 0
+    return sum(on_tier(plan, units, num_shards, Tier.DEVICE))
+
+
+def on_tier(plan: Plan, units: Sequence[UnitStates], num_shards: int, tier: Tier) -> tuple[int, int]:
+    """Bytes of states that one rank has on `tier`, without padding: what `shard` takes, and the optimizer after it."""
+    held = moments = 0
     for each, unit in zip(unit_plans(plan, [unit.size for unit in units]), units, strict=True):
+        has_twin = each.params.farthest != each.optim.farthest
         for placement, nbytes in (
             (each.params, unit.size.params),
             (each.grads, unit.size.grads),
-            (each.optim, unit.optim),
+            (each.optim, unit.optim - unit.moments + has_twin * unit.size.params),
         ):
-            if placement.farthest == Tier.DEVICE:
+            if placement.farthest == tier:
                 held += -(-nbytes // (num_shards if placement.partitioned else 1))
-    return held
+        if each.optim.farthest == tier:
+            moments += -(-unit.moments // (num_shards if each.optim.partitioned else 1))
+    return held, moments
 
 
 def device_bytes(device: torch.device) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.fraction import FractionChoice, keep_some
 from onefold.gather import GatherChoice, check_gather, choose_gather
 from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
+from onefold.hostfit import check_host
 from onefold.keep import KeepChoice, bytes_to_keep, check_choice, kept_units
 from onefold.meeting import Meeting
 from onefold.mesh import connect
@@ -76,6 +77,7 @@ def shard(
 
     Raises:
         ShardError: the model is already sharded, or holds a parameter that cannot be.
+        HostMemoryError: the machine lacks the host memory that `plan` needs; says which plans would fit.
         PlanError, PrecisionError: `plan` or `precision` is not one, or places state where this version cannot.
     """
     precision = precision if precision is not None else Precision()
@@ -129,10 +131,15 @@ class Places:
         device: torch.device,
         num_threads: int,
     ) -> "Places":
-        """The same on every rank."""
+        """The same on every rank.
+
+        Raises:
+            HostMemoryError: what rests on a host does not fit there.
+        """
         present = sum(param.nbytes for param in model.parameters() if param.device == device)
         states = [formats.states(spec) for spec in specs]
         plan = keep_some(plan, fraction, states, comm, device, present, num_threads)
+        check_host(plan, states, comm, device)
         keep = bytes_to_keep(keep_bytes, plan, states, comm, device, present)
         return cls(
             plan=plan,
