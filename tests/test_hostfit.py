@@ -30,9 +30,9 @@ class Deep(nn.Module):
 
 
 def sharded(rank, num_ranks, plan, available, device=PLENTY, params=None):
-    """What `shard` said, where a machine has so much."""
+    """What `shard` said, where a machine has so much for all ranks, their models included."""
     with (
-        patch.object(hostfit, "available_bytes", lambda: available),
+        patch.object(hostfit, "available_bytes", lambda: available - num_ranks * PRESENT),
         patch.object(hostfit, "device_bytes", lambda _: (device, device)),
     ):
         try:
@@ -40,6 +40,10 @@ def sharded(rank, num_ranks, plan, available, device=PLENTY, params=None):
         except HostMemoryError as error:
             return str(error)
     return None
+
+
+PRESENT = 4 * NUMEL
+"""Bytes of a model on the CPU, which is where its parameters are before they are moved."""
 
 
 def asked(told):

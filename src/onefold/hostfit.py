@@ -28,11 +28,13 @@ class Need:
     """And with Adam's state, which its optimizer would take."""
     available: int
     """On its machine."""
+    present: int
+    """Parameters that are in host memory now, and will be moved."""
 
 
-def check_host(plan: Plan, units: Sequence[UnitStates], comm: Comm, device: torch.device) -> None:
+def check_host(plan: Plan, units: Sequence[UnitStates], comm: Comm, device: torch.device, present: int) -> None:
     """Raise, on every rank, unless each machine has the memory that `plan` takes there for its ranks; warn where Adam's
-    state would not fit any more.
+    state would not fit any more. `present`: bytes of this rank's parameters that are in host memory, and will be moved.
 
     Raises:
         HostMemoryError: how much was asked for, how much there is, and what would fit.
@@ -40,10 +42,10 @@ def check_host(plan: Plan, units: Sequence[UnitStates], comm: Comm, device: torc
     if Tier.HOST not in {tier for kind in (plan.params, plan.grads, plan.optim) for tier in kind.tiers}:
         return
     at_once, moments = on_tier(plan, units, comm.num_shards, Tier.HOST)
-    needs = comm.exchange_objects(Need(platform.node(), at_once, at_once + moments, available_bytes()))
+    needs = comm.exchange_objects(Need(platform.node(), at_once, at_once + moments, available_bytes(), present))
     for machine in sorted({need.machine for need in needs}):
         here = [need for need in needs if need.machine == machine]
-        available = min(need.available for need in here)
+        available = min(need.available for need in here) + sum(need.present for need in here)
         if sum(need.with_adam for need in here) <= available:
             continue
         is_short = sum(need.at_once for need in here) > available

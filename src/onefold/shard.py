@@ -139,7 +139,8 @@ class Places:
         present = sum(param.nbytes for param in model.parameters() if param.device == device)
         states = [formats.states(spec) for spec in specs]
         plan = keep_some(plan, fraction, states, comm, device, present, num_threads)
-        check_host(plan, states, comm, device)
+        on_host = sum(param.nbytes for param in model.parameters() if param.device.type == "cpu")
+        check_host(plan, states, comm, device, on_host)
         keep = bytes_to_keep(keep_bytes, plan, states, comm, device, present)
         return cls(
             plan=plan,
