@@ -76,8 +76,7 @@ def shard(
             and gradients into it; "auto" takes the faster of both on GPUs of one machine, and a collective elsewhere.
 
     Raises:
-        ShardError: the model is already sharded, or holds a parameter that cannot be.
-        HostMemoryError: the machine lacks the host memory that `plan` needs; says which plans would fit.
+        ShardError, HostMemoryError: the model cannot be sharded; the host lacks memory (says what would fit).
         PlanError, PrecisionError: `plan` or `precision` is not one, or places state where this version cannot.
     """
     precision = precision if precision is not None else Precision()
