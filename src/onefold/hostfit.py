@@ -39,7 +39,7 @@ def check_host(plan: Plan, units: Sequence[UnitStates], comm: Comm, device: torc
     Raises:
         HostMemoryError: how much was asked for, how much there is, and what would fit.
     """
-    if Tier.HOST not in {tier for kind in (plan.params, plan.grads, plan.optim) for tier in kind.tiers}:
+    if Tier.HOST not in plan.tiers:
         return
     at_once, moments = on_tier(plan, units, comm.num_shards, Tier.HOST)
     needs = comm.exchange_objects(Need(platform.node(), at_once, at_once + moments, available_bytes(), present))
@@ -85,6 +85,5 @@ def _more(num_ranks: int) -> Iterable[tuple[str, int]]:
 
 
 def _fits(plan: Plan, units: Sequence[UnitStates], num_shards: int, room: dict[Tier, int]) -> bool:
-    if any(tier not in room for kind in (plan.params, plan.grads, plan.optim) for tier in kind.tiers):
-        return False
-    return all(sum(on_tier(plan, units, num_shards, tier)) <= most for tier, most in room.items())
+    is_there = plan.tiers <= room.keys()
+    return is_there and all(sum(on_tier(plan, units, num_shards, tier)) <= most for tier, most in room.items())

@@ -119,6 +119,11 @@ class Plan:
                     2, f"move optim to {placement.farthest.name} too, or bring {kind} back to {optim.farthest.name}"
                 )
 
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """The tiers that hold a part of any state."""
+        return frozenset(tier for placement in (self.params, self.grads, self.optim) for tier in placement.tiers)
+
     def keeping(self, fraction: "float | Fraction") -> "Plan":
         """This plan with `fraction` of everything it keeps off the device on the device instead: `OFFLOAD.keeping(0.5)`
         is halfway between OFFLOAD and ZERO_2.

@@ -205,13 +205,12 @@ def storehouses(plan: Plan, device: torch.device, lanes: Lanes, cores: Sequence[
     Raises:
         PlanError: this version has no such tier.
     """
-    tiers = {tier for placement in (plan.params, plan.grads, plan.optim) for tier in placement.tiers}
-    if Tier.DISK in tiers:
+    if Tier.DISK in plan.tiers:
         raise PlanError(
             f"this version of Onefold places state on DEVICE and on HOST, not on DISK as {plan} does; OFFLOAD_3 is the "
             "nearest plan that runs"
         )
     made: dict[Tier, Storehouse] = {Tier.DEVICE: Device(device, lanes)}
-    if Tier.HOST in tiers:
+    if Tier.HOST in plan.tiers:
         made[Tier.HOST] = Host(device, lanes, cores)
     return made
