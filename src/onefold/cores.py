@@ -36,7 +36,8 @@ def update_cores(comm: Comm) -> Share:
     together = [rank for rank, theirs in enumerate(told) if theirs == mine]
     cores = share_of(mine[1], together.index(comm.rank), len(together))
     num_here = sum(host == mine[0] for host, _ in told)
-    return Share(cores, min(len(cores), threads_of(quota() / num_here)))
+    # One thread of the quota is left to the thread that launches.
+    return Share(cores, min(len(cores), max(1, threads_each(num_here) - 1)))
 
 
 def share_of(cores: Sequence[int], index: int, num_sharing: int) -> tuple[int, ...]:
@@ -47,9 +48,9 @@ def share_of(cores: Sequence[int], index: int, num_sharing: int) -> tuple[int, .
     return share[1:] or share
 
 
-def threads_of(processors: float) -> int:
-    """Threads that updates may use of so many processors: one is left to the thread that launches."""
-    return max(1, int(min(processors, 1 << 20)) - 1)
+def threads_each(num_ranks: int) -> int:
+    """Threads that the control group's quota leaves to each of so many ranks; it may be none."""
+    return int(min(quota(), 1 << 20)) // num_ranks
 
 
 def quota(file: Path = CPU_MAX) -> float:

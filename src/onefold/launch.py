@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from onefold import affinity, ending, failure, interfaces, start_rank
-from onefold.cores import quota
+from onefold.cores import threads_each
 from onefold.errors import LaunchError
 
 
@@ -197,7 +197,7 @@ def _threads(node: Node) -> int:
     """Computing threads of a rank: its physical cores, within what its container may use; unbound ranks get one."""
     cores = cores_of_ranks(node)
     fewest = min(len(affinity.read_cores(mine)) for mine in cores)
-    return max(1, min(fewest, int(min(quota(), 1 << 20)) // node.num_ranks))
+    return max(1, min(fewest, threads_each(node.num_ranks)))
 
 
 def run(node: Node) -> int:
