@@ -34,8 +34,9 @@ import torch.distributed as dist
 from onefold.comm import Comm, start
 from onefold.fused import mean_on
 from onefold.mesh import connect
-from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
-from onefold.streams import Finish, Ticket, lanes_for
+from onefold.peers import PeerComm
+from onefold.pools import MappedPool, Pool, SymmetricPool
+from onefold.streams import Ticket, lanes_for
 from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, in_pieces, on_few, registered
 from workload import check_launched, check_writable, machine, synchronize, write_whole
 
@@ -65,7 +66,7 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
         "gather, collective": ("gather", partial(comm.all_gather, whole, rest)),
         "gather, copies": ("gather", partial(copying.all_gather, whole, exposed)),
         "reduce, collective": ("reduce", partial(comm.reduce_scatter, rest, whole)),
-        "reduce, copies": ("reduce", partial(_finished, partial(copying.reduce_scatter, rest, *gradients))),
+        "reduce, copies": ("reduce", partial(copying.reduce_scatter, rest, *gradients)),
         "reduce, pull and sum": ("reduce", PullSum(comm, pool, numel, device)),
         "collect, one kernel": ("reduce", partial(copy_together, gradients, whole)),
         "collect, copies": ("reduce", partial(copy_each, gradients, whole)),
@@ -74,12 +75,6 @@ def rows_of(numel: int, device: torch.device, ctas: Sequence[int]) -> dict[str, 
         **({"reduce, registered": ("reduce", registered(comm, numel, device))} if ctas else {}),
         **({"reduce, in pieces": ("reduce", in_pieces(comm, rest, gradients))} if device.type == "cuda" else {}),
     }
-
-
-def _finished(start: Callable[[], Finish | None]) -> None:
-    finish = start()
-    if finish is not None:
-        finish()
 
 
 class Bench:

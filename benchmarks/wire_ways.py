@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import Comm
-from onefold.peers import Pool
+from onefold.pools import Pool
 
 try:
     import triton

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
     ("bytes", ("labels", "replace", "tensorfiles", "calls", "native", "streams", "buffer")),
-    ("wire", ("conversation", "refreshes", "sums", "comm", "alone", "over", "mesh", "inbox", "peers")),
+    ("wire", ("conversation", "refreshes", "sums", "comm", "alone", "over", "mesh", "pools", "inbox", "peers")),
     ("tiers", ("cores", "worker", "pages", "tier", "disk")),
     (
         "state",
@@ -100,7 +100,7 @@ DOORS = (
     Door(
         names=("torch.distributed",),
         modules=(
-            *("comm", "conversation", "peers", "tensor", "shard", "testing", "checkpoint"),
+            *("comm", "conversation", "pools", "tensor", "shard", "testing", "checkpoint"),
             *("launch", "report", "deepspeed"),
         ),
     ),

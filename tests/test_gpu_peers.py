@@ -13,7 +13,8 @@ import onefold
 from gpu_models import Tower, gpus
 from onefold.fused import mean_on
 from onefold.mesh import connect
-from onefold.peers import PeerComm, SymmetricPool
+from onefold.peers import PeerComm
+from onefold.pools import SymmetricPool
 from onefold.session import session_of
 from onefold.streams import lanes_for
 from onefold.sums import mean_of_rows

@@ -19,7 +19,8 @@ from onefold import inbox, localsum, peers
 from onefold.errors import ShardError
 from onefold.mesh import connect
 from onefold.over import CountingComm
-from onefold.peers import MappedPool, PeerComm
+from onefold.peers import PeerComm
+from onefold.pools import MappedPool
 from onefold.session import session_of
 from onefold.sums import mean_of_rows
 from ranks import Stack, Turn, build, same, weights

@@ -13,7 +13,8 @@ from onefold.agree import together
 from onefold.comm import Comm
 from onefold.errors import ShardError
 from onefold.fused import mean_on
-from onefold.peers import MappedPool, PeerComm, Pool, SymmetricPool
+from onefold.peers import PeerComm
+from onefold.pools import MappedPool, Pool, SymmetricPool
 from onefold.streams import lanes_for
 
 GatherChoice = Literal["auto", "collective", "copy"]

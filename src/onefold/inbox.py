@@ -9,11 +9,11 @@ as no rank comes to it before it has summed: reductions run one after another.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from onefold.pools import GRADIENTS, Pool
 from onefold.streams import Finish
 from onefold.sums import Mean
 
@@ -23,36 +23,23 @@ _BYTES = 2**28
 _ALIGNMENT = 256
 
 
-class Memory(Protocol):
-    """Where an inbox is taken from, and where its ranks meet."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
-        """This rank's tensor [numel], uninitialized, and everyone's, by shard."""
-        ...
-
-    def meet(self, line: int) -> Finish | None:
-        """Start waiting until every rank has come here."""
-        ...
-
-
 class Inbox:
     """What all ranks copy into. See [Note: Two slots].
 
     Args:
-        line: which meetings are for it.
+        pool: where it is taken from, and where its ranks meet.
         shard_bytes: of the largest shard that will be reduced.
     """
 
-    def __init__(self, memory: Memory, line: int, shard: int, num_shards: int, shard_bytes: int, mean: Mean) -> None:
-        self._memory = memory
-        self._line = line
+    def __init__(self, pool: Pool, shard: int, num_shards: int, shard_bytes: int, mean: Mean) -> None:
+        self._pool = pool
         self._shard = shard
         self._num_shards = num_shards
         self._mean = mean
         most = max(_BYTES // (_SLOTS * num_shards), _ALIGNMENT)
         self._row_bytes = -(-min(shard_bytes, most) // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = _SLOTS * num_shards * self._row_bytes
-        _, everyone = memory.allocate(self.nbytes, torch.uint8)
+        _, everyone = pool.allocate(self.nbytes, torch.uint8)
         self._slots = [
             [each.view(_SLOTS, num_shards, self._row_bytes)[slot] for each in everyone] for slot in range(_SLOTS)
         ]
@@ -75,7 +62,7 @@ class Inbox:
         for step in range(1, self._num_shards + 1):
             to = (self._shard + step) % self._num_shards
             _copy(rows[to][self._shard], parts, places[to])
-        return self._memory.meet(self._line)
+        return self._pool.meet(GRADIENTS)
 
 
 def _copy(target: Tensor, parts: Sequence[Tensor], place: range) -> None:
