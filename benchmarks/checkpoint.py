@@ -39,7 +39,7 @@ from onefold.checkpoint.storage import Reader
 from onefold.comm import start
 from onefold.pages import Pages, pinned
 from onefold.session import session_of
-from workload import SIZES, machine, synchronize
+from workload import SIZES, check_writable, machine, synchronize, write_whole
 
 PIECE = 2**26
 PLAIN_STEPS = 3
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--stops-only", action="store_true", help="leave out the plain file, the save and the load")
     parser.add_argument("--json", type=Path, help="write the JSON here too")
     words = parser.parse_args()
+    check_writable(parser, words.json)
     start()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
@@ -199,7 +200,7 @@ def main() -> None:
         show(row)
         print(json.dumps(row))
     if words.json and is_first:
-        words.json.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+        write_whole(words.json, json.dumps(row, indent=1) + "\n")
     if is_first:
         shutil.rmtree(words.directory, ignore_errors=True)
     if dist.is_initialized():

@@ -26,7 +26,7 @@ from torch import Tensor
 from onefold import rules
 from onefold.dtypes import split
 from onefold.native import NativeKernel, Run, Step, TorchKernel, find_library, levels, load_library
-from workload import find_compilers, processor
+from workload import check_writable, find_compilers, processor, write_whole
 
 SPLIT_BYTES, COPY_BYTES = 26, 28
 FACTORS = (0.5, 0.9)
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the JSON here too")
     args = parser.parse_args()
+    check_writable(parser, args.json)
     rows = measure(args.numel, args.threads, args.repeats)
     print(f"{args.numel:,} parameters, {args.threads} threads, median of {args.repeats}, torch {torch.__version__}")
     print(f"{'':<34}{'seconds':>9}{'fastest':>9}{'bytes':>7}{'GB/s':>8}")
@@ -145,7 +146,7 @@ def main() -> None:
     text = json.dumps({**machine, **settings, "rows": rows})
     print(text)
     if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+        write_whole(args.json, text + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch import nn
 import onefold
 from onefold.comm import start
 from onefold.plan import NAMED_PLANS
-from workload import SIZES, Work, apart, machine, peak_bytes, timed
+from workload import SIZES, Work, apart, check_writable, machine, peak_bytes, timed, write_whole
 
 BATCH, CONTEXT = 4, 2048
 WARM_UP = 2
@@ -147,6 +147,7 @@ def parse() -> argparse.Namespace:
             parsed(setting)
     except ValueError as error:
         parser.error(str(error))
+    check_writable(parser, words.json)
     return words
 
 
@@ -183,8 +184,7 @@ def main() -> None:
         result = measure(words)
         print(json.dumps(result))
     if words.json and is_first:
-        with open(words.json, "w") as file:
-            json.dump(result, file, indent=1)
+        write_whole(words.json, json.dumps(result, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()
 
