@@ -15,13 +15,13 @@ LAYOUT = Layout.pack([(str(place), shape) for place, shape in enumerate(SHAPES)]
 CPU = torch.device("cpu")
 
 
-def local_sum(may_be_loose, dtype=torch.float32, layout=LAYOUT):
-    return LocalSum(layout, dtype, CPU, may_be_loose)
+def local_sum(may_be_loose, layout=LAYOUT):
+    return LocalSum(layout, torch.float32, CPU, may_be_loose)
 
 
-def gradients(seed, dtype=torch.float32):
+def gradients(seed):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def in_form(grads, form):
 
 
 def do(local, turn):
-    """What a turn gives back, if it does; and whether it left what it was given as it was."""
+    """What a turn gives back, if it does."""
     name, what, form = turn
     if name == "take":
         parts = local.take()
