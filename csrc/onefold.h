@@ -67,6 +67,9 @@ ONEFOLD_EXPORT const char *onefold_sources(void);
 // Whether this build was made with OpenMP.
 ONEFOLD_EXPORT int32_t onefold_has_threads(void);
 
+// Whether OpenMP was told to bind its threads to cores: it does so with a caller's, too, wherever that was bound before.
+ONEFOLD_EXPORT int32_t onefold_binds_threads(void);
+
 // Whether the loops of `level` were built and this processor runs them.
 ONEFOLD_EXPORT int32_t onefold_has_level(int32_t level);
 

@@ -4,6 +4,10 @@
 // in the order of the tiles.
 #include "onefold.h"
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #include "loops.h"
 
 namespace {
@@ -61,6 +65,14 @@ const char *onefold_sources(void) { return ONEFOLD_SOURCES; }
 int32_t onefold_has_threads(void) {
 #if defined(_OPENMP)
   return 1;
+#else
+  return 0;
+#endif
+}
+
+int32_t onefold_binds_threads(void) {
+#if defined(_OPENMP)
+  return omp_get_proc_bind() != omp_proc_bind_false;
 #else
   return 0;
 #endif

@@ -61,6 +61,26 @@ def assert_torch_does_it(path, caplog):
     assert str(path) in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("env", "is_bound"),
+    [
+        ({}, False),
+        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"}, False),
+        ({"OMP_PROC_BIND": "close"}, True),
+        ({"OMP_PLACES": "cores"}, True),
+        ({"GOMP_CPU_AFFINITY": "0"}, True),
+    ],
+    ids=str,
+)
+def test_threads_that_openmp_binds_are_said_once(env, is_bound):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_P", "GOMP_", "KMP_"))}
+    code = "from onefold.native import host_kernel; host_kernel(2); print(host_kernel(2).name)"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("native")
+    assert result.stderr.count("OpenMP was told to bind threads") == int(is_bound), result.stderr
+
+
 def build(folder, **env):
     """Build a wheel of this tree into `folder`, as every installer does it."""
     build = f"from scikit_build_core.build import build_wheel; build_wheel({str(folder)!r})"

@@ -13,6 +13,7 @@ threads changes no bit.
 import ctypes
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -232,6 +233,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         "onefold_sources": (ctypes.c_char_p, []),
         "onefold_has_level": (i32, [i32]),
         "onefold_has_threads": (i32, []),
+        "onefold_binds_threads": (i32, []),
         "onefold_tile": (i64, []),
         "onefold_update": (i32, [ctypes.POINTER(_Run), i32, i32]),
         "onefold_count_nonfinite": (i64, [pointer, i64, i32, i32, i32]),
@@ -267,7 +269,9 @@ def _library(path: Path | None) -> ctypes.CDLL | None:
     path, reason = path or find_library(), "the package was installed without them"
     try:
         if path is not None:
-            return load_library(path)
+            library = load_library(path)
+            _warn_if_bound(library)
+            return library
     except OSError as error:
         reason = str(error)
     logging.getLogger("onefold").warning(
@@ -276,6 +280,16 @@ def _library(path: Path | None) -> ctypes.CDLL | None:
         reason,
     )
     return None
+
+
+def _warn_if_bound(library: ctypes.CDLL) -> None:
+    if library.onefold_binds_threads():
+        logging.getLogger("onefold").warning(
+            "OpenMP was told to bind threads to cores (OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY), and bound the "
+            "main thread when torch was imported: updates on the host then use that thread's core(s) %s only, or take "
+            "turns with it. Unset these variables; onefold keeps updates off the core that launches the computation",
+            sorted(os.sched_getaffinity(0)),
+        )
 
 
 class _Run(ctypes.Structure):
