@@ -290,7 +290,9 @@ class Runtime:
         self._prefetch()
 
     def settle(self) -> None:
-        """Clean up after a backward pass that an exception ended. Outside of passes nothing is left open."""
+        """Clean up after a pass that an exception ended. Outside of passes nothing is left open."""
+        if self._frame is not None and not in_backward() and not self._is_running():
+            self._abandon()
         if self._backward_open and not in_backward():
             self._backward_open = False
             self.schedule.abort()
