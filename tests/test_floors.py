@@ -32,6 +32,7 @@ FLOORS = (
             "bound",
             "reducer",
             "saved",
+            "running",
             "runtime",
             "hooks",
         ),

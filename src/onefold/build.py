@@ -127,7 +127,8 @@ class Builder:
         """
         rest = Rest(plan, self._houses, is_kept)
         flats = [self._build_flat(kind, members, rest) for kind, members in self._formats.flats(spec)]
-        unit = rest.unit_type(spec.name, index, flats, self._comm, self._lanes)
+        unit_type = rest.unit_type if flats else Unit  # a root without parameters of its own is gathered as it is
+        unit = unit_type(spec.name, index, flats, self._comm, self._lanes)
         unit.release()
         unit.try_free()
         return unit

@@ -14,11 +14,9 @@ released in a forward with gradients: it rests, gathered, until a backward has u
 step begins without one. Ranks come to these points together, so all of them keep the same units.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from onefold.labels import label
 from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
+from onefold.running import Running
 from onefold.saved import SavedView, SavingHooks
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.unit import PartUnit, Unit, Use
@@ -82,8 +81,7 @@ class Runtime:
         self._is_recorded = False
         """Whether a backward may follow the outermost forward."""
         self._unfreed: list[Unit] = []
-        self._frame: FrameType | None = None
-        """Where the outermost forward runs; held while it does, so that no other frame can be taken for it."""
+        self._running = Running()
         self._written: list[nn.Parameter] = []
 
     # --- forward ---------------------------------------------------------------------------------------------------
@@ -95,26 +93,25 @@ class Runtime:
 
     def enter(self, module: nn.Module, unit: Unit, name: str) -> None:
         """The forward of a unit's module starts."""
-        if any(entered is module for entered, _, _ in self._entered) and not self._is_running():
+        if any(entered is module for entered, _, _ in self._entered) and self._running.is_lost:
             self._abandon()
         if self.is_outermost and not in_backward():
             self.settle()
             self._release_resting()
             self._is_recorded = torch.is_grad_enabled()
-            if not torch.compiler.is_compiling():  # a compiler that traces hooks would look into every parameter
-                self.check_bound()
+            self.check_bound()
             self.push_saving()
             self._begin_forward(name)
             for each in self.units:
                 each.use = Use()
-            self._frame = sys._getframe(1)
+            self._running.begin()
         self._entered.append((module, unit, label("forward", name)))
         self._entered[-1][2].__enter__()
         unit.depth += 1
         self.need(unit)
 
     def _begin_forward(self, name: str) -> None:
-        if all(unit.pins for unit in self.units):
+        if all(unit.pins for unit in self.units if unit.flats):
             return  # nothing will be gathered, and ranks need not meet
         try:
             self.schedule.begin(f"forward of {name or 'the model'}")
@@ -132,26 +129,19 @@ class Runtime:
             unit.depth -= 1
             self._leave_unit(unit)
         if self.is_outermost and not in_backward():
-            self._frame = None
+            self._running.end()
             self.pop_saving()
             self.release_unpinned(self._is_recorded)
             self.schedule.end()  # which may gather what other ranks need
             self.release_unpinned(self._is_recorded)
             self.check_written()
 
-    def _is_running(self) -> bool:
-        """Whether the outermost forward is among our callers. A KeyboardInterrupt ends it without telling any hook."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
-
     def _abandon(self) -> None:
         """Clean up after a forward that ended without a word."""
         while self._entered:
             _, unit = self._end_entered()
             unit.depth = 0
-        self._frame = None
+        self._running.end()
         self.pop_saving()
         self.schedule.abort()
         self.release_unpinned()
@@ -291,7 +281,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Clean up after a pass that an exception ended. Outside of passes nothing is left open."""
-        if self._frame is not None and not in_backward() and not self._is_running():
+        if self._running.is_lost and not in_backward():
             self._abandon()
         if self._backward_open and not in_backward():
             self._backward_open = False
