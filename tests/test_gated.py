@@ -140,6 +140,12 @@ def test_a_whole_parameter_read_by_itself_is_new(ranks, num_ranks):
         assert all(told)
 
 
+def wait_in_forward(model, kernel):
+    kernel.go.set()
+    model(torch.ones(2, 4))
+    threading.Event().wait(240)
+
+
 def interrupted(rank, num_ranks, plan, way):
     kernel = Interrupting()
     model, optimizer = prepared(plan, kernel)
@@ -148,9 +154,7 @@ def interrupted(rank, num_ranks, plan, way):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            kernel.go.set()
-            model(torch.ones(2, 4))
-            threading.Event().wait(240)
+            wait_in_forward(model, kernel)
     finally:
         signal.signal(signal.SIGINT, before)
     way(model, updated())

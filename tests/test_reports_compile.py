@@ -3,17 +3,19 @@
 Libraries failed here because hooks changed shapes under the traced call, so the compiler fell back or started over.
 """
 
+import warnings
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.plan import NAMED_PLANS
-from ranks import Block, Case, Lean, Stack, Turn, build, every_plan, plain, same, squared, train, weights
+from ranks import WIDTH, Block, Case, Lean, Stack, Turn, build, every_plan, plain, same, squared, train, weights
 
 two_plans = pytest.mark.parametrize("plan", ["zero_0", "zero_3"])  # compiling takes seconds
 compiled = partial(torch.compile, backend="aot_eager")
@@ -106,14 +108,24 @@ def test_nothing_is_compiled_again(ranks, make, plan):
         assert seen[2:] == [seen[1]] * 3
 
 
-def compiled_after_shard(rank, num_ranks, plan):
-    """`torch.compile` around a model that is already sharded: the hooks then run in the traced call."""
+def around(model):
+    return compiled(model)
+
+
+def around_in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def compiled_after_shard(rank, num_ranks, plan, way):
+    """`torch.compile` around a model that is already sharded: its hooks are where the compiled call is in pieces."""
     case = Case(model=Stack, work=squared)
     _, end = plain(case, rank, num_ranks)
-    with fresh_compiler():
+    with fresh_compiler(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know how to trace")
         model = onefold.shard(build(Stack), NAMED_PLANS[plan])
         optimizer = onefold.SGD(model, lr=0.1)
-        outside = compiled(model)
+        outside = way(model)
         for step in range(case.steps):
             squared(outside, Turn(rank, step, sharded=True))
             optimizer.step()
@@ -121,9 +133,10 @@ def compiled_after_shard(rank, num_ranks, plan):
         same(weights(model), end)
 
 
-@two_plans
-def test_compiled_after_shard(ranks, plan):
-    ranks(2).run(compiled_after_shard, plan)
+@pytest.mark.parametrize("plan", ["zero_0", "zero_3", "offload", "offload_3"])
+@pytest.mark.parametrize("way", [around, around_in_place])
+def test_compiled_after_shard(ranks, way, plan):
+    ranks(2).run(compiled_after_shard, plan, way)
 
 
 # --- in one graph
@@ -150,27 +163,54 @@ def accumulating(model, turn):
     squared(model, turn)
 
 
+class Experts(nn.Module):
+    """No list of blocks: one unit, whose forward goes through modules that are called by themselves elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.experts = nn.ModuleDict({name: Lean() for name in "abc"})
+
+    def forward(self, x):
+        x = self.embed(x)
+        return sum(expert(x) for expert in self.experts.values())
+
+
+def by_parts(model, turn):
+    """The model, and a part of it alone."""
+    squared(model, turn)
+    model.experts["b"](model.embed(turn.randn(3, 4))).pow(2).mean().backward()
+
+
 ONE_GRAPH = {
-    "checkpoints outside": (partial(CheckpointedStack, block=Lean), squared),
-    "checkpoints inside": (partial(Stack, block=Checkpointed), squared),
-    "accumulation": (partial(Stack, block=Lean), accumulating),
-    "both": (partial(CheckpointedStack, block=Lean), accumulating),
+    "checkpoints outside": (partial(CheckpointedStack, block=Lean), squared, None),
+    "checkpoints inside": (partial(Stack, block=Checkpointed), squared, None),
+    "accumulation": (partial(Stack, block=Lean), accumulating, None),
+    "both": (partial(CheckpointedStack, block=Lean), accumulating, None),
+    "one unit": (Experts, squared, None),
+    "one unit, and parts of it": (Experts, by_parts, None),
+    "one unit of blocks": (partial(CheckpointedStack, block=Lean), accumulating, ()),
 }
 
 
 def trained_in_one_graph(rank, num_ranks, way, plan, options):
     """Breaks and graphs in training; results are held to plain PyTorch's."""
-    make, work = ONE_GRAPH[way]
+    make, work, units = ONE_GRAPH[way]
+    options = {"compile": True, "units": units, **options}
     with fresh_compiler():
         counters.clear()
-        train(rank, num_ranks, Case(model=make, work=work, steps=4, options={"compile": True, **options}), plan)
+        train(rank, num_ranks, Case(model=make, work=work, steps=4, options=options), plan)
         return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_bytes": 2000}], ids=["released", "kept"])
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [("zero_3", {}), ("zero_3", {"keep_bytes": 2000}), ("zero_2", {})],
+    ids=["released", "kept", "whole"],
+)
 @pytest.mark.parametrize("way", list(ONE_GRAPH))
-def test_blocks_compiled_by_shard_train_in_one_graph_each(ranks, way, options):
-    for breaks, graphs in ranks(2).run(trained_in_one_graph, way, "zero_3", options):
+def test_blocks_compiled_by_shard_train_in_one_graph_each(ranks, way, plan, options):
+    for breaks, graphs in ranks(2).run(trained_in_one_graph, way, plan, options):
         assert breaks == 0
         assert 1 <= graphs <= 3  # blocks are alike: one graph for all of them, and what checkpoints recompute
 
@@ -195,9 +235,8 @@ def test_a_block_that_breaks_is_refused(ranks):
         ranks(1).run(in_pieces, partial(Stack, block=Talkative), None)
 
 
-@pytest.mark.parametrize("units", [(), ("blocks.*", "blocks.*.up")], ids=["one unit", "nested"])
-def test_what_has_units_inside_is_compiled_in_pieces(ranks, units):
-    assert min(ranks(2).run(in_pieces, Stack, units)) > 1
+def test_what_has_units_inside_is_compiled_in_pieces(ranks):
+    assert min(ranks(2).run(in_pieces, Stack, ("blocks.*", "blocks.*.up"))) > 1
 
 
 class Numbered(Lean):

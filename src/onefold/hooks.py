@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from onefold.errors import PrecisionError, ShardError
 from onefold.reducer import Reducer, Slots
+from onefold.released import ReleasedParameter
 from onefold.runtime import Runtime, in_backward
 from onefold.unit import Unit
 
@@ -29,7 +30,8 @@ class Scale(Protocol):
 
 
 class ModuleHooks:
-    """The hooks of one module that a unit gathers for."""
+    """The hooks of one module that a unit gathers for. A compiler leaves them alone, with all that they call: it would
+    trace into gathers, and compile again whenever something there had changed."""
 
     def __init__(self, runtime: Runtime, unit: Unit, name: str, gate: "Gate") -> None:
         self._runtime = runtime
@@ -41,6 +43,7 @@ class ModuleHooks:
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_outermost = self._runtime.is_outermost and not in_backward()
         self._runtime.enter(module, self._unit, self._name)
@@ -49,6 +52,7 @@ class ModuleHooks:
         self._gate.take_back()
         return self._gate.inward(args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._runtime.leave(module)
         if self._runtime.is_outermost and not in_backward() and torch.is_grad_enabled():
@@ -65,6 +69,17 @@ class ModuleHooks:
         raise ShardError(
             "a sharded model cannot be pickled; save the weights read inside `with onefold.gathered(model):`"
         )
+
+
+class InlinedHooks(ModuleHooks):
+    """The hooks of a module that is called by itself, or inside a module whose forward is compiled as a whole. There
+    they do nothing, so that it stays one graph: that module's own have done it all."""
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if torch.compiler.is_compiling() else super().before(module, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if torch.compiler.is_compiling() else super().after(module, args, output)
 
 
 class Gate:
@@ -123,10 +138,12 @@ class Gate:
         return tensor
 
     def _let_out(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        if not tensor.requires_grad or isinstance(tensor, ReleasedParameter):
             return tensor
         if self._scale.scale != 1:
             return change_gradient(tensor, self._hooks.enter_scaled)
+        if isinstance(tensor, nn.Parameter):  # has hooks of its own
+            return tensor
         if tensor.is_leaf:  # the caller's own tensor, passed through: it gets no hook
             tensor = tensor.view_as(tensor)
         tensor.register_hook(self._hooks.enter)
@@ -244,8 +261,6 @@ def change_entering(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`change` that gives one result for one tensor, wherever that is returned: what works in place on it at one place
     is seen at the others, also by autograd."""
-    if torch.compiler.is_compiling():  # a compiler that traces hooks would compile again for every new function
-        return change
     changed: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:

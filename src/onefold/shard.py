@@ -20,7 +20,7 @@ from onefold.dtypes import Precision
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.fraction import FractionChoice, keep_some
 from onefold.gather import GatherChoice, check_gather, choose_gather
-from onefold.hooks import Gate, ModuleHooks, install_gradient_hooks
+from onefold.hooks import Gate, InlinedHooks, ModuleHooks, install_gradient_hooks
 from onefold.hostfit import check_host
 from onefold.keep import KeepChoice, bytes_to_keep, check_choice, kept_units
 from onefold.meeting import Meeting
@@ -92,7 +92,7 @@ def shard(
     comm = choose_gather(gather, comm, device) if places.has_shards_to_expose else comm
     session = _open_session(target, specs, places, formats, comm, device, prefetch_bytes, share)
     _compile(target, specs, compile, compiler)
-    _attach(model, target, specs, session)
+    _attach(model, target, specs, session, is_compiled=compile or compiler is not None)
     return model
 
 
@@ -302,9 +302,11 @@ def _fingerprint(plan: Plan, comm: Comm, units: Sequence[Unit]) -> str:
     return f"shard {comm.shard} of {comm.num_shards}, {plan}, geometry {crc32(repr(geometry).encode()):08x}"
 
 
-def _attach(model: nn.Module, target: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:
+def _attach(
+    model: nn.Module, target: nn.Module, specs: Sequence[UnitSpec], session: Session, is_compiled: bool
+) -> None:
     session.attach(target)
-    _install(target, specs, session)
+    _install(target, specs, session, InlinedHooks if is_compiled and len(specs) == 1 else ModuleHooks)
     if target is not model:
         object.__setattr__(model, "forward", target.__call__)
         session.attach(model)
@@ -315,7 +317,8 @@ def _compile(model: nn.Module, specs: Sequence[UnitSpec], is_asked: bool, given:
     if not is_asked and given is None:
         return
     hooked = {id(module) for spec in specs for _, module in spec.modules}
-    hooked.update(id(module) for _, module in outside(model, specs))
+    if len(specs) > 1:
+        hooked.update(id(module) for _, module in outside(model, specs))
     blocks = [module for spec in specs[len(specs) > 1 :] for _, module in spec.modules]  # the root only if it is all
     options = _room_for_variants(len(blocks), is_asked)
     for module in blocks:
@@ -337,13 +340,13 @@ def _room_for_variants(num_blocks: int, is_asked: bool) -> dict[str, Any]:
     return {}
 
 
-def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session) -> None:
+def _install(model: nn.Module, specs: Sequence[UnitSpec], session: Session, inner: type[ModuleHooks]) -> None:
     dtype = session.precision.params if session.precision.cast_inputs else None
     gate = Gate(session.runtime, session.scaler, dtype if isinstance(dtype, torch.dtype) else None)
     for spec, unit in zip(specs, session.runtime.units, strict=True):
         for name, module in spec.modules:
             ModuleHooks(session.runtime, unit, name, gate).install(module)
     for name, module in outside(model, specs):  # an encoder, say, that is called by itself
-        ModuleHooks(session.runtime, session.runtime.units[0], name, gate).install(module)
+        inner(session.runtime, session.runtime.units[0], name, gate).install(module)
     install_gradient_hooks(session.runtime, session.reducer)
     guard_state_dict(model, session)
