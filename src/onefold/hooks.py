@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from onefold.errors import PrecisionError, ShardError
 from onefold.reducer import Reducer, Slots
@@ -31,7 +32,8 @@ class Scale(Protocol):
 
 class ModuleHooks:
     """The hooks of one module that a unit gathers for. A compiler leaves them alone, with all that they call: it would
-    trace into gathers, and compile again whenever something there had changed."""
+    trace into gathers, and compile again whenever something there had changed. `torch.compiler.disable` would import it
+    with this module, which takes a second; torch's optimizers have the one that waits for the first call."""
 
     def __init__(self, runtime: Runtime, unit: Unit, name: str, gate: "Gate") -> None:
         self._runtime = runtime
@@ -43,7 +45,7 @@ class ModuleHooks:
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
+    @_disable_dynamo
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_outermost = self._runtime.is_outermost and not in_backward()
         self._runtime.enter(module, self._unit, self._name)
@@ -52,7 +54,7 @@ class ModuleHooks:
         self._gate.take_back()
         return self._gate.inward(args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
+    @_disable_dynamo
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._runtime.leave(module)
         if self._runtime.is_outermost and not in_backward() and torch.is_grad_enabled():
