@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rows import add_work, check_rows, check_work
+from rows import add_work, check_rows, check_work, seconds
 from train import about, command
 from workload import apart, check_writable, end_in_order, write_whole
 
@@ -51,8 +51,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--stride", type=int, default=2, help="layers from one trial to the next")
     parser.add_argument("--most", type=int, default=10_000, help="layers to stop at")
-    parser.add_argument("--row-limit-s", type=float, default=200, help="seconds a trial may take")
-    parser.add_argument("--within-s", type=float, default=float("inf"), help="start no trial later than that")
+    parser.add_argument("--row-limit-s", type=seconds, default=200, help="seconds a trial may take")
+    parser.add_argument("--within-s", type=seconds, default=float("inf"), help="start no trial later than that")
     parser.add_argument("--json", help="write all trials here")
     add_work(parser)
     parser.set_defaults(params=13.0, batch=1, context=2048, steps=1, warm_up=1, card_gib=80.0)

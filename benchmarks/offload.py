@@ -30,6 +30,7 @@ from torch import nn
 import onefold
 from onefold.comm import start
 from onefold.plan import NAMED_PLANS
+from rows import seconds
 from workload import SIZES, Work, apart, check_writable, machine, peak_bytes, timed, write_whole
 
 BATCH, CONTEXT = 4, 2048
@@ -137,7 +138,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=3.82, choices=SIZES, help="billions of parameters")
     parser.add_argument("--plans", nargs="*", default=["offload"], help="such as offload:0.5")
     parser.add_argument("--peers", nargs="*", default=[], choices=PEERS, help="timed beside it, in the same run")
-    parser.add_argument("--peer-limit-s", type=float, default=240, help="seconds a peer may take, compilation included")
+    parser.add_argument(
+        "--peer-limit-s", type=seconds, default=240, help="seconds a peer may take, compilation included"
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", help="write the JSON here too")

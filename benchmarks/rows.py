@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from workload import SIZES
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
@@ -38,10 +40,11 @@ class Row:
                 is_compiled = False
             elif option == "keep" and system in PLANS:
                 keep = _gib(name, value) if "=" in word else "auto"
-            elif word in ("collective", "copy") and system in PLANS:
+            elif word in ("collective", "copy") and system in PLANS and gather in ("auto", word):
                 gather = word
             else:
-                raise ValueError(f"{name!r}: {system} has no option {word!r}")
+                beside = "" if gather == "auto" else f" beside {gather!r}"
+                raise ValueError(f"{name!r}: {system} has no option {word!r}{beside}")
         if system not in SYSTEMS:
             raise ValueError(f"{name!r}: the systems are {', '.join(SYSTEMS)}")
         return cls(system=system, is_compiled=is_compiled, keep=keep, gather=gather)
@@ -76,12 +79,26 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
 
 
+def seconds(text: str) -> float:
+    """An argument that limits a time."""
+    limit = float(text)
+    if not limit >= 0:
+        raise ValueError
+    return limit
+
+
 def check_work(parser: argparse.ArgumentParser, words: argparse.Namespace, *ranks: int) -> None:
     """End the program in the parser's way if there is no step to time."""
+    num_gpus = torch.cuda.device_count()
+    if words.device == "cuda" and not num_gpus:
+        parser.error("there is no GPU; --device cpu --params 0.004 --context 64 --ranks 2 tries the program without")
     layers = 1 if words.layers is None else words.layers
     if min(words.warm_up, words.steps, words.batch, words.context, layers, *ranks) < 1:
-        sizes = "--warm-up, --steps, --batch, --context, --layers and --ranks"
-        parser.error(f"{sizes} are at least 1; without a GPU give --device cpu")
+        parser.error("--warm-up, --steps, --batch, --context, --layers and --ranks are at least 1")
+    if words.device == "cuda" and max(ranks) > num_gpus:
+        parser.error(f"--ranks {max(ranks)}: each takes a GPU, and there are {num_gpus}")
+    if words.card_gib is not None and not words.card_gib > 0:
+        parser.error(f"--card-gib {words.card_gib:g}: a card has more")
 
 
 def check_rows(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

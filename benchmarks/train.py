@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from rows import Row, add_work, check_rows, check_work
+from rows import Row, add_work, check_rows, check_work, seconds
 from train_report import WORK, letter, load, plot, problem_of_plot, table, tax
 from workload import apart, asked, check_writable, end_in_order, machine, write_whole
 
@@ -40,8 +40,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", default=ROWS, help="in this order; limits come first by themselves")
     parser.add_argument("--ranks", nargs="+", type=int, help="GPUs; all that are there unless given")
-    parser.add_argument("--row-limit-s", type=float, default=300, help="seconds a row may take, compilation included")
-    parser.add_argument("--within-s", type=float, default=float("inf"), help="start no row later than that")
+    parser.add_argument("--row-limit-s", type=seconds, default=300, help="seconds a row may take, compilation included")
+    parser.add_argument("--within-s", type=seconds, default=float("inf"), help="start no row later than that")
     parser.add_argument("--json", help="write all runs here")
     parser.add_argument("--merge", nargs="*", default=[], help="earlier runs, as --json wrote them")
     parser.add_argument("--table", help="write the table here")
@@ -151,6 +151,8 @@ def main() -> None:
         write_whole(words.table, text)
     if words.plot:
         plot(runs, words.plot)
+    if words.rows and all("error" in row for row in runs[-1]["rows"]):
+        sys.exit("no row gave a time")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PATH = os.environ.get("PYTHONPATH", "")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -79,12 +80,29 @@ def refused(name, *words):
         (("--rows", "zero_3:keep=inf"), "'zero_3:keep=inf': 'inf' is no number of GiB"),
         (("--rows", "zero_3:keep=some"), "'zero_3:keep=some': 'some' is no number of GiB"),
         (("--rows", "zero_3:eager=3"), "zero_3 has no option 'eager=3'"),
+        (("--rows", "zero_3:copy+collective"), "zero_3 has no option 'collective' beside 'copy'"),
         (("--rows", "zero_3:eager", "--layers", "0"), "are at least 1"),
+        (("--rows", "zero_3:eager", "--card-gib", "-1"), "a card has more"),
+        (("--rows", "zero_3:eager", "--row-limit-s", "nan"), "invalid seconds value: 'nan'"),
+        (("--rows", "zero_3:eager", "--within-s", "-5"), "invalid seconds value: '-5'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value[1:3])),
 )
 def test_train_refuses_before_it_measures(words, why):
     assert why in refused("train.py", "--device", "cpu", *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("words", [("train.py",), ("largest.py", "--ranks", "2"), ("train_rows.py", "zero_3")], ids=str)
+def test_programs_for_gpus_say_that_there_is_none(words):
+    assert "there is no GPU; --device cpu" in refused(*words)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py")))
+def test_every_program_starts_as_a_module_too(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=BENCHMARKS.parent)
+    assert ran.returncode == 0, ran.stderr
 
 
 RESULTS = BENCHMARKS / "results"
