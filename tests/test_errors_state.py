@@ -294,3 +294,78 @@ def test_state_that_was_not_laid_out_is_missed_at_the_step(plan, make, change):
     optimizer.step()
     optimizer.param_groups[0].update(change)
     assert "set it when the optimizer is made" in refused(optimizer.step, OptimizerError)
+
+
+# --- an optimizer's own state
+
+
+OPTIMIZERS = {
+    "sgd": onefold.SGD,
+    "momentum": partial(onefold.SGD, momentum=0.9),
+    "adam": onefold.Adam,
+    "adamw": onefold.AdamW,
+    "amsgrad": partial(onefold.AdamW, amsgrad=True),
+    "no decay": partial(onefold.AdamW, no_decay=["*bias"]),
+    "lion": onefold.Lion,
+    "nadam": partial(onefold.Elementwise, cls=torch.optim.NAdam),
+    "adamax": partial(onefold.Elementwise, cls=torch.optim.Adamax),
+}
+
+
+def stepped(name, plan):
+    model = trained(plan)
+    optimizer = OPTIMIZERS[name](model, lr=1e-2)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("plan", ["zero_2", "offload"])
+@pytest.mark.parametrize("other", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_another_optimizer_is_refused_before_anything_changes(name, other, plan):
+    saved = stepped(other, plan)[1].state_dict()
+    _, optimizer = stepped(name, plan)
+    before = copy.deepcopy(optimizer.state_dict())
+    if name == other:
+        optimizer.load_state_dict(saved)
+    else:
+        with pytest.raises(OptimizerError, match=r"saved with|is of another optimizer"):
+            optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@pytest.mark.parametrize("plan", ["zero_2", "zero_3", "offload"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_was_loaded_stays_as_it_was_saved(name, plan):
+    model, optimizer = stepped(name, plan)
+    saved, start, ends = copy.deepcopy(optimizer.state_dict()), weights(model), []
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        with onefold.gathered(model, write=True):
+            model.load_state_dict(start)
+        for _ in range(2):
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    same(*ends)
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, pickle.dumps, partial(torch.save, f=io.BytesIO())], ids=["copy", "pickle", "save"]
+)
+def test_a_copied_optimizer_is_an_error(make):
+    with pytest.raises(OptimizerError, match="state_dict"):
+        make(stepped("adamw", "zero_3")[1])
+
+
+def with_an_object(rank, num_ranks):
+    _, optimizer = stepped("adamw", "zero_2")
+    optimizer.param_groups[0]["note"] = object()
+    optimizer.step()
+    return optimizer.num_updates
+
+
+def test_objects_of_the_users_in_a_group_are_no_setting(ranks):
+    assert ranks(2).run(with_an_object) == [2, 2]

@@ -6,7 +6,7 @@ the same gradients the update is the same whatever the plan.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 from zlib import crc32
 
@@ -150,7 +150,11 @@ class Optimizer(torch.optim.Optimizer):
     def _settings(self) -> int:
         """Rule, hyper-parameters and what is in which group in one number, for ranks to compare."""
         groups = [
-            [(key, float(value) if isinstance(value, Tensor) else value) for key, value in sorted(group.items())]
+            [
+                (key, float(value) if isinstance(value, Tensor) else value)
+                for key, value in sorted(group.items())
+                if value is None or isinstance(value, (int, float, str, list, tuple, Tensor))  # not the user's objects
+            ]
             for group in self._hyper_parameters()
         ]
         return crc32(repr((self._rule.name, self.max_grad_norm, groups, self._membership)).encode())
@@ -212,6 +216,7 @@ class Optimizer(torch.optim.Optimizer):
         self._session.runtime.catch_up()
         return {
             "layout": self._session.fingerprint,
+            "rule": self._rule.name,
             "updates": [update.state_dict() for update in self._updates],
             "param_groups": self._hyper_parameters(),
             "scaler": self._session.scaler.state_dict(),
@@ -222,7 +227,7 @@ class Optimizer(torch.optim.Optimizer):
         """Take back what `state_dict` returned.
 
         Raises:
-            OptimizerError: it was saved of another shard, number of shards, plan or model.
+            OptimizerError: it was saved of another shard, number of shards, plan or model, or with another rule.
         """
         if state_dict.get("layout") != self._session.fingerprint:
             raise OptimizerError(
@@ -230,14 +235,26 @@ class Optimizer(torch.optim.Optimizer):
                 f"{self._session.fingerprint}; a rank's own state loads only into the same shard, number of "
                 "shards, plan and model"
             )
+        saved_groups = state_dict["param_groups"]
+        if state_dict.get("rule") != self._rule.name or len(saved_groups) != len(self.param_groups):
+            raise OptimizerError(
+                f"this optimizer state was saved with {state_dict.get('rule')} in {len(saved_groups)} parameter "
+                f"group(s), but this is {self._rule.name} in {len(self.param_groups)}; load it into one like that"
+            )
         self._session.wait_for_readers()
         self._session.runtime.catch_up()
         for update, saved in zip(self._updates, state_dict["updates"], strict=True):
             update.load_state_dict(saved)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update(saved)
         self._session.scaler.load_state_dict(state_dict["scaler"])
         self.num_updates = state_dict["num_updates"]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise OptimizerError("an optimizer of a sharded model cannot be copied: keep what state_dict() returns")
+
+    def __reduce__(self) -> NoReturn:
+        raise OptimizerError("an optimizer of a sharded model cannot be pickled: save what state_dict() returns")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_updates"):

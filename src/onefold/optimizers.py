@@ -112,17 +112,19 @@ class Adagrad(Optimizer):
         lr: float = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
         *,
-        initial_accumulator_value: float = 0.0,
+        maximize: bool = False,
         **common: Unpack[Common],
     ) -> None:
         rule = rules.Adagrad(
             lr=lr,
             lr_decay=lr_decay,
             weight_decay=weight_decay,
-            eps=eps,
             initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+            maximize=maximize,
         )
         super().__init__(model, rule, **common)
 

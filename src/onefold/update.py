@@ -4,6 +4,7 @@ Neighbouring parameters of one group at the same step form one run, so a rule se
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -208,6 +209,8 @@ class RuleUpdate(_Update[_Run]):
         return {"steps": list(self._steps), "state": dict(self._state), "master": self._held_master()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state["state"]) != set(self._state):
+            raise _other_state(self.flat.names[0], self._rule.name, set(self._state), state["state"])
         self._steps = list(state["steps"])
         for name, tensor in self._state.items():
             tensor.copy_(state["state"][name])
@@ -316,7 +319,11 @@ class SliceUpdate(_Update[_Slice]):
         return {"states": [dict(state) for state in self._states], "master": self._held_master()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._states = [dict(saved) for saved in state["states"]]
+        device = self._trained.weight.device
+        self._states = [
+            {name: value.to(device) if _is_element_wise(value, piece) else value for name, value in each.items()}
+            for piece, each in zip(self._pieces, deepcopy(list(state["states"])), strict=True)
+        ]
         self._load_master(state["master"])
 
     def expect(self, rule: str, saved: Mapping[int, Mapping[str, dtype]]) -> None:
