@@ -2,8 +2,6 @@
 worker's thread is an error on the main one.
 """
 
-import os
-import signal
 import threading
 import time
 
@@ -40,16 +38,6 @@ class Held(TorchKernel):
 
     def update(self, run, step):
         self.was_told.append(self.go.wait(240))
-        super().update(run, step)
-
-
-class Interrupting(Held):
-    """Presses Ctrl-C when it is told to, and updates then."""
-
-    def update(self, run, step):
-        if not self.was_told:
-            self.go.wait(240)
-            os.kill(os.getpid(), signal.SIGINT)
         super().update(run, step)
 
 
@@ -138,39 +126,6 @@ def test_a_whole_parameter_read_by_itself_is_new(ranks, num_ranks):
     for before, told in ranks(num_ranks).run(returned, "offload", through_a_weight_alone):
         assert before == []
         assert all(told)
-
-
-def wait_in_forward(model, kernel):
-    kernel.go.set()
-    model(torch.ones(2, 4))
-    threading.Event().wait(240)
-
-
-def interrupted(rank, num_ranks, plan, way):
-    kernel = Interrupting()
-    model, optimizer = prepared(plan, kernel)
-    optimizer.step()
-    optimizer.zero_grad()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            wait_in_forward(model, kernel)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    way(model, updated())
-    with onefold.gathered(model, write=True):
-        pass
-    through_gathered(model, updated())
-
-
-def through_full_state(model, plain):
-    same(onefold.full_state_dict(model), tensors(plain))
-
-
-@pytest.mark.parametrize("plan", STRESSED)
-@pytest.mark.parametrize("way", [through_forward, through_gathered, through_full_state, through_backward])
-def test_no_old_weight_is_seen_after_a_forward_was_interrupted(ranks, way, plan):
-    ranks(1).run(interrupted, STRESSED[plan][0], way)
 
 
 def broken(rank, num_ranks, plan):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onefold.budget import Budget, FlatSpec
@@ -86,7 +87,8 @@ class _Gathered:
             unit.pins += 1
             if self._write:
                 self._before.update({id(flat): _resting(flat).clone() for flat in unit.flats})
-        self._show_gradients(active)
+        with torch.inference_mode(False):  # they are seen outside of it, too
+            self._show_gradients(active)
         runtime.push_saving()
 
     def leave(self) -> None:

@@ -31,7 +31,7 @@ from onefold.meeting import Meeting
 from onefold.reducer import Reducer
 from onefold.released import name_of
 from onefold.running import Running
-from onefold.saved import SavedView, SavingHooks
+from onefold.saved import SavedView, SavingHooks, others_save
 from onefold.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.unit import PartUnit, Unit, Use
 
@@ -189,9 +189,16 @@ class Runtime:
         return self._places[id(param)]
 
     def finish_updates(self) -> None:
-        """Wait for every update that is under way. See [Note: The gated step]."""
+        """Wait for every update that is under way. See [Note: The gated step]. What goes wrong in several of them is
+        raised once: they have one cause, mostly."""
+        errors = []
         for unit in self.units:
-            unit.finish_update()
+            try:
+                unit.finish_update()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def catch_up(self) -> None:
         """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update]."""
@@ -217,8 +224,7 @@ class Runtime:
 
         Not where other saving hooks are active: activation checkpoints and offloaders take care of what they see.
         """
-        active = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        self._pushed.append(bool(self._flats) and not active)
+        self._pushed.append(bool(self._flats) and not others_save())
         if self._pushed[-1]:
             try:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)

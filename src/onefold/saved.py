@@ -6,9 +6,11 @@ to the runtime weakly: a model that keeps a tensor of its last forward, and with
 price is that a loss alone does not keep its model: a backward that needs weights which are gone says so.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from onefold.errors import OnefoldError
@@ -50,17 +52,34 @@ class SavingHooks:
     def __init__(self, saver: Saver) -> None:
         self._saver = ref(saver)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether their model is gone. They are still there if its last forward was interrupted (Ctrl-C)."""
+        return self._saver() is None
+
     def pack(self, tensor: Tensor) -> Any:
-        return self._found().pack(tensor)
+        saver = self._saver()
+        return tensor if saver is None else saver.pack(tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        return self._found().unpack(saved)
-
-    def _found(self) -> Saver:
         saver = self._saver()
-        if saver is None:
-            raise OnefoldError(
-                "this backward pass needs the weights of a sharded model that is gone; keep the model, or what its "
-                "forward returned, until backward has run"
-            )
-        return saver
+        if saver is not None:
+            return saver.unpack(saved)
+        if isinstance(saved, Tensor):
+            return saved
+        raise OnefoldError(
+            "this backward pass needs the weights of a sharded model that is gone; keep the model, or what its "
+            "forward returned, until backward has run"
+        )
+
+
+def others_save() -> bool:
+    """Whether hooks are active that take care of what autograd saves. Those that models left which are gone are taken
+    away."""
+    top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # its stub forgets None
+    while (active := top(True)) is not None:
+        owner = getattr(active[0], "__self__", None)
+        if not isinstance(owner, SavingHooks) or not owner.is_stale:
+            return True
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return False

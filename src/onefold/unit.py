@@ -145,13 +145,21 @@ class Unit:
         """Wait for late updates, and let their results come to wherever they are read."""
         caught = [flat for flat in self.flats if flat.late is not None]
         for flat in caught:
-            late, flat.late = flat.late, None
-            if late is not None:
-                late.wait()
+            self._wait_late(flat)
             self._watch(flat)
             self._show_all(flat)
         if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
             self.refresh(caught)
+
+    def _wait_late(self, flat: Flat) -> None:
+        """Wait for its late update, which stays late if the wait is interrupted."""
+        try:
+            if flat.late is not None:
+                flat.late.wait()
+        except Exception:
+            flat.late = None
+            raise
+        flat.late = None
 
     def refresh(self, flats: Collection[Flat]) -> None:
         """The values of `flats` are being changed: hide them until they are there."""

@@ -15,6 +15,7 @@ twin of the weights, and gradients of the next step go to a second buffer, so ne
 on the device is never late.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from onefold.cores import bind_thread
+from onefold.errors import OnefoldError
 from onefold.streams import Ticket
 
 
@@ -42,7 +44,15 @@ class Worker:
         """Queue `job`; its exception is raised where the ticket is waited with."""
         future = self._pool.submit(self._run, job)
 
+        process = os.getpid()
+
         def wait() -> None:
+            if os.getpid() != process:
+                raise OnefoldError(
+                    "this process was forked while an update on the host was under way, by a thread that is not here. "
+                    "Read weights in the process that trains; or start others (workers of a data loader) before the "
+                    "step, or inside `with onefold.gathered(model):`, which waits for it"
+                )
             start = time.perf_counter()
             try:
                 future.result()
