@@ -95,8 +95,9 @@ def check_work(parser: argparse.ArgumentParser, words: argparse.Namespace, *rank
     layers = 1 if words.layers is None else words.layers
     if min(words.warm_up, words.steps, words.batch, words.context, layers, *ranks) < 1:
         parser.error("--warm-up, --steps, --batch, --context, --layers and --ranks are at least 1")
-    if words.device == "cuda" and max(ranks) > num_gpus:
-        parser.error(f"--ranks {max(ranks)}: each takes a GPU, and there are {num_gpus}")
+    most = max(ranks, default=1)
+    if words.device == "cuda" and most > num_gpus:
+        parser.error(f"--ranks {most}: each takes a GPU, and there are {num_gpus}")
     if words.card_gib is not None and not words.card_gib > 0:
         parser.error(f"--card-gib {words.card_gib:g}: a card has more")
 
