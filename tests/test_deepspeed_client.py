@@ -66,7 +66,7 @@ CLIENTS = {
     "decoupled": (lambda p: decoupled(p, lr=0.01, eps=1e-3, weight_decay=0.1), onefold.AdamW),
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1), onefold.SGD),
     "Adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-3), onefold.Adagrad),
-    "maximized": (lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-3, maximize=True), onefold.Elementwise),
+    "maximized": (lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-3, maximize=True), onefold.Adagrad),
     "RMSprop": (lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, eps=1e-3), onefold.Elementwise),
     "renamed": (lambda p: Renamed(p, learning_rate=0.01), onefold.AdamW),
     "another": (lambda p: Halved(p, lr=0.05), onefold.Elementwise),
