@@ -5,6 +5,7 @@ A module that calls itself looks, to hooks, like a forward that was begun a seco
 outside of its blocks; a returned parameter is both an output and a leaf.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,9 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from ranks import NAMED_PLANS, Case, Stack, build, same, squared, tensors, thinned, train
-
-WIDTH = 8
+from ranks import NAMED_PLANS, WIDTH, Case, Stack, build, same, squared, tensors, thinned, train
+from test_zoo import sequential
 
 
 class Tree(nn.Module):
@@ -55,17 +55,13 @@ def told(model, turn):
     ((logits + bias).pow(2).mean() + weight.pow(2).sum()).backward()
 
 
-def rootless():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
-
-
 CASES = {
     "calls itself": Case(model=Tree, work=squared),
     "calls itself, recomputed": Case(model=partial(Tree, is_recomputed=True), work=squared),
     "blocks call themselves": Case(model=forest, work=squared, optimizer="adamw"),
     "blocks call themselves, recomputed": Case(model=partial(forest, is_recomputed=True), work=squared),
     "returns parameters": Case(model=Telling, work=told, refusal="is not gathered"),
-    "no root": Case(model=rootless, work=squared),
+    "no root": Case(model=sequential, work=squared),
 }
 SCALES = {"unscaled": {}, "scaled": {"precision": onefold.Precision(loss_scale=1024.0)}}
 
@@ -74,14 +70,13 @@ SCALES = {"unscaled": {}, "scaled": {"precision": onefold.Precision(loss_scale=1
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_calls(ranks, name, scale, plan, num_ranks):
-    case = CASES[name]
-    ranks(num_ranks).run(train, Case(**{**vars(case), "options": SCALES[scale]}), plan)
+    ranks(num_ranks).run(train, replace(CASES[name], options=SCALES[scale]), plan)
 
 
 def read_by_torchs_names(rank, num_ranks, plan):
-    model = onefold.shard(build(rootless), NAMED_PLANS[plan])
+    model = onefold.shard(build(sequential), NAMED_PLANS[plan])
     with onefold.gathered(model):
-        same({name: value.clone() for name, value in model.state_dict().items()}, tensors(build(rootless)))
+        same({name: value.clone() for name, value in model.state_dict().items()}, tensors(build(sequential)))
         return model(torch.ones(1, 4)).detach() if rank == 0 else None
 
 

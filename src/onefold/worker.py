@@ -42,9 +42,7 @@ class Worker:
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         """Queue `job`; its exception is raised where the ticket is waited with."""
-        future = self._pool.submit(self._run, job)
-
-        process = os.getpid()
+        future, process = self._pool.submit(self._run, job), os.getpid()
 
         def wait() -> None:
             if os.getpid() != process:
