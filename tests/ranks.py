@@ -18,6 +18,7 @@ from torch import nn
 
 import onefold
 from onefold.plan import NAMED_PLANS
+from onefold.session import session_of
 
 Tensors = Mapping[str, torch.Tensor | None]
 
@@ -139,6 +140,16 @@ def squared(model, turn):
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make()
+
+
+def noticed_views(model: nn.Module) -> tuple[list[bool], list[bool]]:
+    """Of each flat buffer whether somebody is seen to hold views of it: when nobody does, and when somebody does."""
+    buffers = [flat.buffer for unit in session_of(model, "the test").runtime.units for flat in unit.flats]
+    alone = [buffer.is_watched for buffer in buffers]
+    views = [param.data for param in model.parameters()]
+    held = [buffer.is_watched for buffer in buffers]
+    del views
+    return alone, held
 
 
 def clean(name: str) -> str:

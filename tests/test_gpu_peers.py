@@ -26,6 +26,7 @@ from onefold.pools import SymmetricPool
 from onefold.session import session_of
 from onefold.streams import lanes_for
 from onefold.sums import mean_of_rows
+from ranks import noticed_views
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096
 MOST_GPUS = min(4, max(2, torch.cuda.device_count()))
@@ -110,6 +111,22 @@ def assert_alike(ranks, wire, plan, keep_bytes):
         assert is_copied
         assert not was_copied
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, wanted, strict=True))
+
+
+def told_apart(rank, num_ranks):
+    take_gpu(rank)
+    with mock.patch.object(onefold.mesh, "NcclComm", GlooComm):
+        model = onefold.shard(Tower(256, 2).cuda(), onefold.ZERO_2, gather="copy")
+    model(torch.ones(8, 256, device="cuda")).square().mean().backward()
+    return noticed_views(model)
+
+
+@gpus(1)
+def test_views_of_whole_weights_are_noticed(ranks):
+    """Weights of several units lie in one allocation, and gradients on their way in another."""
+    for alone, held in ranks(4).run(told_apart, timeout_s=180):
+        assert not any(alone)
+        assert all(held)
 
 
 def parts_of(rank, turn, dtype):

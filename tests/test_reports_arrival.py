@@ -15,7 +15,7 @@ from torch import nn
 import onefold
 from onefold.plan import NAMED_PLANS
 from onefold.session import session_of
-from ranks import Stack, Turn, average, build, same, squared, tensors, weights
+from ranks import Stack, Turn, average, build, noticed_views, same, squared, tensors, weights
 
 whole_plans = pytest.mark.parametrize("plan", ["zero_1", "zero_2", "offload"])
 RATE = 0.5
@@ -215,3 +215,17 @@ def watch(model, stop, failures):
 @whole_plans
 def test_another_thread_may_read_weights_beside_training(ranks, plan):
     ranks(2).run(watched, plan)
+
+
+def told_apart(rank, num_ranks, plan, gather):
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan], gather=gather)
+    squared(model, Turn(rank, 0, sharded=True))
+    return noticed_views(model)
+
+
+@pytest.mark.parametrize("gather", ["collective", "copy"])
+@pytest.mark.parametrize("plan", ["zero_1", "zero_2"])
+def test_views_of_whole_weights_are_noticed(ranks, plan, gather):
+    for alone, held in ranks(2).run(told_apart, plan, gather):
+        assert not any(alone)
+        assert all(held)

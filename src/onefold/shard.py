@@ -283,8 +283,6 @@ def _build(
             together(comm, partial(materialize, model, part, births, device, seed))
         wake(param for _, param in spec.params)
         units.append(builder.build(spec, index, plan, index in places.kept))
-    for unit in units:
-        unit.settle()
     largest = max(unit.reduced_bytes for unit in units)
     if largest:
         comm.expect_reductions(largest)

@@ -82,12 +82,6 @@ class Unit:
         shards = [flat.layout.shard_numel * trained.gradients.dtype.itemsize for flat, trained in self.trained_flats]
         return max(shards, default=0)
 
-    def settle(self) -> None:
-        """All units are built: whoever holds whole weights from now on is somebody else. Until then others could come
-        from building: memory that all ranks see may hold several units."""
-        for flat in self.flats:
-            flat.buffer.settle()
-
     def adopt(self, owner: Owner) -> None:
         """Tie every parameter to the runtime that answers for it."""
         for flat in self.flats:
@@ -326,9 +320,6 @@ class PartUnit(Unit):
             self.finish_update()
             self._fill()
             self.wait_tickets()
-
-    def settle(self) -> None:
-        """Its buffers have memory of their own, and were settled while they had it."""
 
     def _watch(self, flat: Flat) -> None:
         """Whole values come when they are asked for."""
