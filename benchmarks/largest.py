@@ -52,7 +52,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stride", type=int, default=2, help="layers from one trial to the next")
     parser.add_argument("--most", type=int, default=10_000, help="layers to stop at")
     parser.add_argument("--row-limit-s", type=seconds, default=200, help="seconds a trial may take")
-    parser.add_argument("--within-s", type=seconds, default=float("inf"), help="start no trial later than that")
+    parser.add_argument(
+        "--within-s",
+        type=seconds,
+        default=float("inf"),
+        help="seconds that all trials may take; the last is stopped then",
+    )
     parser.add_argument("--json", help="write all trials here")
     add_work(parser)
     parser.set_defaults(params=13.0, batch=1, context=2048, steps=1, warm_up=1, card_gib=80.0)
@@ -92,9 +97,15 @@ class Search:
                 trials = [row for row in self.told["trials"] if row["system"] == name and row["layers"] == layers]
                 found = trials[0] if trials else {"error": "none of the sizes that were tried fits"}
             except NoAnswer as error:
-                found = {"error": str(error)}
+                found = {"error": "; ".join([str(error), *self._fitted(name)])}
             self.told["largest"][name] = found
             self._write()
+
+    def _fitted(self, name: str) -> list[str]:
+        """What is known of a system whose search has ended without an answer."""
+        trials = [row for row in self.told["trials"] if row["system"] == name and "error" not in row]
+        most = max(trials, key=lambda row: row["layers"], default=None)
+        return [] if most is None else [f"{most['layers']} layers fit, {most['num_params'] / 1e9:.2f}e9 parameters"]
 
     def _fits(self, name: str, layers: int) -> bool:
         left = self._words.within_s - (time.monotonic() - self._begun)

@@ -11,8 +11,9 @@ the systems and options; each row runs in processes of its own, one a GPU, so th
 step / limit. A step's time is the slowest rank's median. Several numbers of `--ranks` repeat all rows on each.
 
 The JSON has the machine, every repetition of every rank and all losses; it is written again after each row, so a run
-that is stopped is not lost. `--within-s` starts no row after so many seconds. `--merge` puts earlier runs before this
-one in JSON, table and plot; without `--rows` nothing is measured. Needs transformers, and matplotlib for the plot.
+that is stopped is not lost. `--within-s` ends it after so many seconds: the row that runs then is stopped. `--merge`
+puts earlier runs before this one in JSON, table and plot; without `--rows` nothing is measured. Needs transformers, and
+matplotlib for the plot.
 `--device cpu --params 0.004 --context 64 --ranks 2` tries the program where no GPU is; its times mean nothing.
 """
 
@@ -41,7 +42,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="*", default=ROWS, help="in this order; limits come first by themselves")
     parser.add_argument("--ranks", nargs="+", type=int, help="GPUs; all that are there unless given")
     parser.add_argument("--row-limit-s", type=seconds, default=300, help="seconds a row may take, compilation included")
-    parser.add_argument("--within-s", type=seconds, default=float("inf"), help="start no row later than that")
+    parser.add_argument(
+        "--within-s",
+        type=seconds,
+        default=float("inf"),
+        help="seconds that all rows may take; the last is stopped then",
+    )
     parser.add_argument("--json", help="write all runs here")
     parser.add_argument("--merge", nargs="*", default=[], help="earlier runs, as --json wrote them")
     parser.add_argument("--table", help="write the table here")

@@ -60,3 +60,21 @@ def test_a_search_without_an_answer_is_written_too(tmp_path):
     assert subprocess.run(program, capture_output=True, text=True).returncode == 1
     told = json.loads((tmp_path / "largest.json").read_text())
     assert told["largest"]["zero_3:eager"] == {"error": "not finished: 0 s were over"}
+
+
+CUT_SHORT = """
+import sys
+import largest
+rows = iter([{"num_params": 10**9}, {"num_params": 2 * 10**9}, {"error": "stopped after 3 s"}])
+largest.apart = lambda *_: next(rows)
+search = largest.Search(largest.parse())
+search.run()
+print(search.told["largest"]["zero_3:eager"]["error"])
+"""
+
+
+def test_what_fitted_is_told_where_the_search_was_cut_short():
+    words = ["--device", "cpu", "--params", "0.004", "--rows", "zero_3:eager", "--first", "2", "--stride", "1"]
+    program = [sys.executable, "-c", CUT_SHORT, *words]
+    said = subprocess.run(program, capture_output=True, text=True, check=True, cwd=BENCHMARKS).stdout.splitlines()[-1]
+    assert said == "4 layers ended without an answer: stopped after 3 s; 3 layers fit, 2.00e9 parameters"
