@@ -21,7 +21,7 @@ from onefold.fused import fused_kernel
 from onefold.native import TorchKernel, host_kernel
 from onefold.plan import Tier
 from onefold.reducer import Slots
-from onefold.rules import Rule
+from onefold.rules import Rule, check_hyper
 from onefold.session import Session, session_of
 from onefold.tier import Host
 from onefold.unit import Unit
@@ -163,8 +163,10 @@ class Optimizer(torch.optim.Optimizer):
         """Updates were built of the groups' parameters, and would not see others.
 
         Raises:
-            OptimizerError: a group was added or removed, or its parameters changed, since the optimizer was built.
+            OptimizerError: a group was added or removed, or its parameters changed, since the optimizer was built; or a
+                hyper-parameter is no number any more.
         """
+        check_hyper(self._rule.name, self.defaults, self.param_groups)
         if _members(self.param_groups) != self._members:
             rank = self._session.comm.rank
             raise OptimizerError(
@@ -370,6 +372,11 @@ def _groups(
         )
     chosen: list[dict[str, Any]] = []
     for group in param_groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise OptimizerError(
+                'param_groups takes groups as torch.optim does, {"params": [...], "lr": ...}; to train all parameters '
+                "alike, leave it out"
+            )
         kept: list[nn.Parameter] = []
         spared: list[nn.Parameter] = []
         params: Any = group["params"]

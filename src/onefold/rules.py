@@ -6,8 +6,9 @@ SGD and Adagrad repeat torch.optim's single-tensor sequence of operations and eq
 that has been used up serves as scratch: Adam, AdamW and SGD allocate nothing, Adagrad and Lion one run's worth.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -280,6 +281,32 @@ def _settle_betas(rule: Any, betas: Any) -> None:
     if len(pair) != 2 or not all(0 <= beta < 1 for beta in pair):
         raise OptimizerError(f"{type(rule).__name__}(betas={pair}): expected two numbers in [0, 1)")
     object.__setattr__(rule, "betas", pair)
+
+
+def check_hyper(name: str, defaults: Hyper, groups: Sequence[Hyper]) -> None:
+    """Raise unless the hyper-parameters of all groups that began as numbers still are, and have not gone.
+
+    Raises:
+        OptimizerError: says which one and what it is. Left to the update, it would be an error of a worker's thread.
+    """
+    for index, group in enumerate(groups):
+        for key, default in defaults.items():
+            if key not in group:
+                raise OptimizerError(f"param_groups[{index}] has lost {key!r}; {name} began with {key}={default!r}")
+            if _is_number(default) and not _is_number(group[key]):
+                raise OptimizerError(f"param_groups[{index}] has {key}={group[key]!r}; {name} needs a number")
+            if isinstance(default, tuple) and not _are_numbers(group[key], num := len(default)):
+                raise OptimizerError(
+                    f"param_groups[{index}] has {key}={group[key]!r}; {name} needs {num} numbers there"
+                )
+
+
+def _are_numbers(value: Any, num: int) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == num and all(_is_number(each) for each in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def check_state(rule: Rule, state: Iterable[str], needed: Iterable[str]) -> None:
