@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold import inbox, localsum, peers
 from onefold.errors import ShardError
+from onefold.gather import choose_gather
 from onefold.mesh import connect
 from onefold.over import CountingComm
 from onefold.peers import PeerComm
-from onefold.pools import MappedPool
+from onefold.pools import MappedPool, SymmetricPool
 from onefold.session import session_of
 from onefold.sums import mean_of_rows
 from ranks import Stack, Turn, build, same, weights
@@ -337,6 +338,23 @@ def test_copies_between_machines_are_refused(ranks):
     for told in ranks(2).run(on_two_machines, "copy"):
         assert "are on 2 (machine-0, machine-1)" in told
     assert ranks(2).run(on_two_machines, "auto") == [None, None]
+
+
+def shared_with_others_before(rank, num_ranks, gather):
+    """Rank 1 has opened memory with ranks of another mesh. What this is told, or whether collectives are used."""
+    comm, gpu = connect(torch.device("cpu")), torch.device("cuda", rank)
+    with patch.object(SymmetricPool, "num_opened", 7 * rank):
+        try:
+            return choose_gather(gather, comm, gpu) is comm
+        except ShardError as error:
+            return str(error)
+
+
+def test_gpus_that_shared_memory_with_others_are_told_apart(ranks):
+    """PyTorch would let these ranks wait for each other without end."""
+    for told in ranks(2).run(shared_with_others_before, "copy"):
+        assert "have shared GPU memory with other ranks before" in told
+    assert ranks(2).run(shared_with_others_before, "auto") == [True, True]
 
 
 def test_another_way_to_gather_is_refused():

@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,10 @@ class SymmetricPool(_ChunkPool):
     """Memory of the GPUs of one machine, each mapped by all of its ranks, as PyTorch's symmetric memory. It comes from
     the driver: torch.cuda's counters of allocated memory do not see it."""
 
+    num_opened: ClassVar[int] = 0
+    """Allocations of this process so far, of all its pools. PyTorch numbers them by process when ranks look for each
+    other's, so that ranks which opened other numbers of them, with others, would wait for each other without end."""
+
     def __init__(self, group: Any, device: torch.device) -> None:
         # PyTorch's module for it is new and has no stable name yet.
         import torch.distributed._symmetric_memory as symmetric
@@ -121,6 +125,7 @@ class SymmetricPool(_ChunkPool):
         return None
 
     def _open(self, nbytes: int) -> Sequence[Tensor]:
+        SymmetricPool.num_opened += 1
         own = self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
         handle = self._memory.rendezvous(own, self._group)
         self._handles.append(handle)
