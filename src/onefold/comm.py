@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -246,11 +247,14 @@ class _GroupComm(CollectiveComm):
             work = _all_gather(received, sent, group=self._planes["control"], async_op=True)
 
         def finish() -> list[list[int]]:
-            with self._explained():
-                work.wait()
+            self._wait(work)
             return cast(list[list[int]], received.view(self.num_ranks, -1).tolist())
 
         return finish
+
+    def _wait(self, work: Any) -> None:
+        with self._explained():
+            work.wait()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -285,7 +289,7 @@ class GlooComm(_GroupComm):
 
     def _gather(self, whole: Tensor, shard: Tensor, group: Any) -> Finish | None:
         work = _all_gather(_as_bytes(whole), _as_bytes(shard), group=group, async_op=True)
-        return Pending(work.wait, work.is_completed)
+        return Pending(partial(self._wait, work), work.is_completed)
 
     def reduce_scatter(self, shard: Tensor, *parts: Tensor) -> Finish | None:
         whole = joined(parts)
@@ -302,7 +306,7 @@ class GlooComm(_GroupComm):
         """Put the mean of every rank's row, once they are there, into `target`."""
 
         def finish() -> None:
-            work.wait()
+            self._wait(work)
             mean_of_rows(target, rows.view(self.num_ranks, -1))
 
         return Pending(finish, work.is_completed)
