@@ -164,6 +164,11 @@ def guard_state_dict(model: nn.Module, session: Session) -> None:
         open_views.pop().leave()
 
     def before_save(*_: Any) -> None:
+        if any(unit.is_late_elsewhere for unit in session.runtime.units):
+            raise ReleasedParameterError(
+                "model.state_dict() while delayed updates are under way, whose results come from all ranks: call it "
+                "inside `with onefold.gathered(model):` on every rank (and clone what should outlive the block)"
+            )
         session.runtime.catch_up()
         if any(not unit.is_gathered for unit in session.runtime.units):
             raise ReleasedParameterError(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from onefold.conversation import Conversation, Line
 from onefold.errors import OrderMismatchError, ShardError
-from onefold.refreshes import Refreshes
+from onefold.refreshes import Refreshes, leave
 from onefold.streams import Finish, Pending, Ticket
 from onefold.sums import mean_of_rows
 
@@ -161,9 +161,12 @@ _GRACE_S = 0.1
 _made: WeakKeyDictionary[Any, dict[tuple[Families, str, tuple[str, ...]], dict[str, Any]]] = WeakKeyDictionary()
 
 
-def _linger() -> None:
-    """A thread of gloo lets go of a collective's tensors a moment after everybody was told that it is done, and needs
-    the interpreter for it: one that ends meanwhile makes it abort the process. Nothing tells when it has."""
+def _leave() -> None:
+    """Let the others have what they wait for. And a thread of gloo lets go of a collective's tensors a moment after all
+    were told that it is done, which needs an interpreter, or it aborts the process. Nothing tells when it has."""
+    if dist.is_initialized():
+        made = _made.get(dist.group.WORLD, {}).values()
+        leave(groups["order"] for groups in made if "order" in groups)
     time.sleep(_GRACE_S)
 
 
@@ -173,8 +176,8 @@ def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[s
     Raises:
         ShardError: it is in none of them.
     """
-    atexit.unregister(_linger)
-    atexit.register(_linger)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     made = _made.setdefault(dist.group.WORLD, {})
     if (families, backend, planes) not in made:
         me = dist.get_rank()

@@ -13,10 +13,13 @@ What is ready differs between ranks, so the order must not follow from it: updat
 were started, over all models that share a process group, by whichever thread. That of a model which is gone, or which
 failed on one rank, is sent all the same: another rank may have sent its part. The order keeps what it needs of that
 model until then.
+
+A script may end right after its last step, while another rank still reads weights, to save them, say. So a process that
+ends sends what is left, and stays until the others have it (`leave`).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock, Timer
@@ -37,7 +40,8 @@ class Refresh:
     """The unit that they belong to."""
     update: Ticket
     """Of the update. What that raised is raised by whoever waits for the unit."""
-    send: Callable[[], None]
+    send: Callable[[], Ticket]
+    """Starts it; the ticket is for all ranks' parts to be here."""
 
 
 class Refreshes:
@@ -67,11 +71,10 @@ class Refreshes:
             while any(refresh.owner is owner for refresh in self._waiting):
                 self._send_first()
 
-    def finish_all(self) -> None:
+    def finish_all(self) -> list[Ticket]:
         """Wait for all updates, and send them."""
         with self._lock:
-            while self._waiting:
-                self._send_first()
+            return [self._send_first() for _ in range(len(self._waiting))]
 
     def send_ready(self) -> None:
         """Send what can be sent without waiting."""
@@ -97,8 +100,20 @@ class Refreshes:
         is_done = self._waiting[0].update.is_done
         return is_done is not None and is_done()
 
-    def _send_first(self) -> None:
+    def _send_first(self) -> Ticket:
         with suppress(Exception):
             self._waiting[0].update.wait()
         self._num_sent += 1
-        self._waiting.popleft().send()
+        return self._waiting.popleft().send()
+
+
+def leave(orders: Iterable[Refreshes]) -> None:
+    """This process ends: send what is left of each, and stay until the others have it, or have gone."""
+    tickets: list[Ticket] = []
+    with torch.no_grad():
+        for order in orders:
+            with suppress(Exception):
+                tickets += order.finish_all()
+        for ticket in tickets:
+            with suppress(Exception):
+                ticket.wait_on_host()

@@ -145,6 +145,11 @@ class Unit:
         if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
             self.refresh(caught)
 
+    @property
+    def is_late_elsewhere(self) -> bool:
+        """Whether catching up takes other ranks, too: they have made parts of what is late."""
+        return any(flat.late is not None and flat.weight.numel() < flat.layout.numel for flat in self.flats)
+
     def _wait_late(self, flat: Flat) -> None:
         """Wait for its late update, which stays late if the wait is interrupted."""
         try:
@@ -209,7 +214,7 @@ class Unit:
         else:
             self._send(flat, self._comm.all_gather)
 
-    def _send(self, flat: Flat, gather: Gather) -> None:
+    def _send(self, flat: Flat, gather: Gather) -> Ticket:
         """Bring what was published to all ranks; what was there before, if the update failed: they wait for it."""
         ready = flat.current
         if flat.weight.numel() < flat.layout.numel:
@@ -217,6 +222,7 @@ class Unit:
                 launch = partial(gather, flat.buffer.whole, flat.weight)
                 ready = self._lanes.gather.run(launch, after=[ready], keep=[flat.buffer.whole, flat.weight])
         self._tickets.append(ready)
+        return ready.copy()
 
     def finish_update(self) -> None:
         """Wait for updates that are under way, and let parameters be read again."""
@@ -327,8 +333,9 @@ class PartUnit(Unit):
     def _queue(self, flat: Flat) -> None:
         """Other ranks gather it when they need it."""
 
-    def _send(self, flat: Flat, gather: Gather) -> None:
+    def _send(self, flat: Flat, gather: Gather) -> Ticket:
         """As `_queue`."""
+        return Ticket()
 
     def finish_update(self) -> None:
         for flat in self.flats:
