@@ -12,7 +12,22 @@ from torch import nn
 import onefold
 from onefold.errors import OnefoldError, OrderMismatchError
 from onefold.plan import NAMED_PLANS
-from ranks import PLANS, WIDTH, Block, Case, Stack, Turn, build, every_plan, plain, same, squared, train, weights
+from ranks import (
+    PLANS,
+    WIDTH,
+    Block,
+    Case,
+    Stack,
+    Turn,
+    build,
+    every_plan,
+    optimizer_for,
+    plain,
+    same,
+    squared,
+    train,
+    weights,
+)
 
 TIMEOUT_S = 240.0
 
@@ -83,6 +98,50 @@ BRANCHES = {
 def test_a_parameter_used_on_some_ranks_gets_the_mean(ranks, name, plan, num_ranks):
     """The sum over its users, divided by the number of ranks and not of users."""
     ranks(num_ranks).run(train, BRANCHES[name], plan, timeout_s=TIMEOUT_S)
+
+
+def clear_model(model, optimizer):
+    model.zero_grad()
+
+
+def clear_each(model, optimizer):
+    for param in model.parameters():
+        param.grad = None
+
+
+def clear_group(model, optimizer):
+    optimizer.zero_grad()
+
+
+def image_in_turns(model, turn):
+    model(turn.randn(3, 4), image=turn.rank == turn.step % 2).pow(2).mean().backward()
+
+
+def without_biases(model, sharded):
+    """Some parameters of a flat buffer are trained, and others are not."""
+    chosen = [param for name, param in model.named_parameters() if not name.endswith("bias")]
+    groups = [{"params": chosen}]
+    return onefold.SGD(model, lr=0.1, param_groups=groups) if sharded else torch.optim.SGD(groups, 0.1)
+
+
+def cleared_between_steps(rank, num_ranks, plan, clear, optimizer):
+    """Clear gradients after each step: no part of one may stay on a rank that had none."""
+    case = Case(model=Modal, work=image_in_turns, optimizer=optimizer, steps=4)
+    _, end = plain(case, rank, num_ranks)
+    model = onefold.shard(build(Modal), NAMED_PLANS[plan])
+    optimizer = optimizer_for(case, model, sharded=True)
+    for step in range(case.steps):
+        image_in_turns(model, Turn(rank, step, sharded=True))
+        optimizer.step()
+        clear(model, optimizer)
+    same(weights(model), end)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", without_biases])
+@pytest.mark.parametrize("clear", [clear_model, clear_each, clear_group])
+@pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
+def test_gradients_of_some_ranks_are_cleared_on_all(ranks, plan, clear, optimizer):
+    ranks(2).run(cleared_between_steps, plan, clear, optimizer, timeout_s=TIMEOUT_S)
 
 
 # --- work that differs by whole blocks or whole passes

@@ -243,6 +243,10 @@ class Gradients:
     def clear(self, slot: int) -> None:
         """Forget the gradient of one parameter."""
         self.local.clear(slot)
+        self.clear_kept(slot)
+
+    def clear_kept(self, slot: int) -> None:
+        """Forget what was averaged of it, but not what is to be reduced next."""
         for part, _ in self._kept_of(slot):
             part.zero_()
 

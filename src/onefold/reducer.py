@@ -10,7 +10,9 @@ before a step.
 
 [Note: What .grad tells]
 After a reduction `.grad` of a parameter is a stand-in (released.py). It is the user's to clear: where it is gone, the
-parameter's gradient is forgotten before anything is added, and a step leaves the parameter alone, as torch does.
+parameter's gradient is forgotten before anything is added, and a step leaves the parameter alone, as torch does. Where
+only other ranks had a gradient, the stand-in comes with the step (or `gathered`), which all ranks make: what the user
+clears after it is cleared of all parts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +83,12 @@ class Slots:
                     self.gradients.clear(slot)
                     self.touched[slot] = False
 
+    def stand(self, slot: int) -> None:
+        """A gradient is there, of this rank or of others: it is the user's to clear here, too."""
+        if not self.touched[slot]:
+            self.touched[slot] = True
+            self.flat.params[slot].grad = self.stand_ins[slot]
+
     def survey(self) -> list[tuple[bool, bool, bool]]:
         """Of each slot: whether it has a gradient, one that was reduced and stands, and one that was and is gone.
         Gradients that the user assigned by hand count as arrived."""
@@ -117,8 +125,7 @@ class Slots:
             self.gradients.drop()
         with metadata_only():
             for slot in slots:
-                if self.touched[slot]:
-                    self.gradients.clear(slot)
+                self.gradients.clear(slot)  # though this rank gave none: others may have
                 self.touched[slot] = False
                 self.flat.params[slot].grad = None
         self.arrived -= slots
@@ -285,6 +292,9 @@ class Reducer:
         self._check_counts(counts)
         num = len(keys)
         self._check_cleared(keys, merged[num : 2 * num], merged[2 * num : 3 * num])
+        for (index, position, slot), is_cleared in zip(keys, merged[2 * num : 3 * num], strict=True):
+            if is_cleared:
+                self.slots[index][position].gradients.clear_kept(slot)
         self._num_reduced = 0
         for index, is_pending in zip(self._order, merged[3 * num :], strict=True):
             if is_pending:
@@ -292,7 +302,10 @@ class Reducer:
         self.finish()
         for slots in self.all_slots() if any(cleared) else ():
             slots.forget_cleared()
-        return {key for key, is_active in zip(keys, merged, strict=False) if is_active}
+        found_active = {key for key, is_active in zip(keys, merged, strict=False) if is_active}
+        for index, position, slot in found_active:
+            self.slots[index][position].stand(slot)
+        return found_active
 
     def _check_counts(self, counts: Sequence[Sequence[int]]) -> None:
         self._num_reduced = self._num_failed = 0
