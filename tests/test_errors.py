@@ -234,14 +234,6 @@ UNFIT_OPTIMIZERS = {
         lambda model: onefold.SGD(model, param_groups=[{"params": [nn.Parameter(torch.ones(2))]}]),
         ["not a parameter of the sharded model"],
     ),
-    "parameters for groups": (
-        lambda model: onefold.SGD(model, param_groups=list(model.parameters())),
-        ["groups as torch.optim does", "leave it out"],
-    ),
-    "a group of nothing": (
-        lambda model: onefold.SGD(model, param_groups=[{"lr": 0.1}]),
-        ["groups as torch.optim does"],
-    ),
     "norms of whole parameters": (
         lambda model: onefold.Elementwise(model, torch.optim.Adafactor),
         ["Adafactor", "Lion"],
