@@ -30,6 +30,7 @@ FLOORS = (
             "flat",
             "unit",
             "bound",
+            "slots",
             "reducer",
             "saved",
             "running",

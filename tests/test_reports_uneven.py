@@ -21,6 +21,7 @@ from ranks import (
     Turn,
     build,
     every_plan,
+    grads,
     optimizer_for,
     plain,
     same,
@@ -142,6 +143,31 @@ def cleared_between_steps(rank, num_ranks, plan, clear, optimizer):
 @pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
 def test_gradients_of_some_ranks_are_cleared_on_all(ranks, plan, clear, optimizer):
     ranks(2).run(cleared_between_steps, plan, clear, optimizer, timeout_s=TIMEOUT_S)
+
+
+def cleared_without_step(rank, num_ranks, plan, accumulates):
+    """A backward whose gradients are thrown away: the other ranks do not learn of them before the next one."""
+    (_, (want, _)), _ = plain(Case(model=Modal, work=image_in_turns, optimizer=still), rank, num_ranks)
+    model = onefold.shard(build(Modal), NAMED_PLANS[plan])
+    for step in range(2):
+        image_in_turns(model, Turn(rank, step, sharded=True))
+        if step == 0:
+            model.zero_grad()
+            with onefold.accumulate(model) if accumulates else torch.enable_grad():
+                image_in_turns(model, Turn(rank, step, sharded=True))
+            clear_each(model, None)
+    same(grads(model), want)
+
+
+def still(model, sharded):
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
+def test_gradients_thrown_away_are_gone_on_all_ranks(ranks, plan, num_ranks, accumulates):
+    ranks(num_ranks).run(cleared_without_step, plan, accumulates, timeout_s=TIMEOUT_S)
 
 
 # --- work that differs by whole blocks or whole passes

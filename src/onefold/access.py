@@ -13,8 +13,8 @@ from onefold.flat import Flat
 from onefold.hooks import register_state_dict_hooks
 from onefold.optimizer import Optimizer
 from onefold.plan import Tier
-from onefold.reducer import Slots
 from onefold.session import Session, session_of
+from onefold.slots import Slots
 from onefold.unit import KeptUnit, Unit
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from onefold.errors import PrecisionError, ShardError
-from onefold.reducer import Reducer, Slots
+from onefold.reducer import Reducer
 from onefold.released import ReleasedParameter
 from onefold.runtime import Runtime, in_backward
+from onefold.slots import Slots
 from onefold.unit import Unit
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))

@@ -57,9 +57,10 @@ class Meeting:
         united = [bool(merged[place // _WORD] >> place % _WORD & 1) for place in range(len(flags))]
         return [message[2 : 2 + len(numbers)] for message in messages], united
 
-    def begin(self, kind: str) -> Callable[[], object]:
-        """As `exchange` for `kind`, without waiting: what is returned waits, and raises what it raises."""
-        return self._begin(kind, (), ())
+    def begin(self, kind: str, number: int) -> Callable[[], list[int]]:
+        """As `exchange` of a number for `kind`, without waiting: what is returned waits, and raises what it raises."""
+        finish = self._begin(kind, (number,), ())
+        return lambda: [message[2] for message in finish()]
 
     def _begin(self, kind: str, numbers: Sequence[int], words: Sequence[int]) -> Callable[[], list[list[int]]]:
         self.is_apart = True

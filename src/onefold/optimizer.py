@@ -20,9 +20,9 @@ from onefold.flat import Flat
 from onefold.fused import fused_kernel
 from onefold.native import TorchKernel, host_kernel
 from onefold.plan import Tier
-from onefold.reducer import Slots
 from onefold.rules import Rule, check_hyper
 from onefold.session import Session, session_of
+from onefold.slots import Slots
 from onefold.tier import Host
 from onefold.unit import Unit
 from onefold.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate

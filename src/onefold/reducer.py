@@ -7,12 +7,6 @@ the backward pass for those that have none this time. Reductions are issued in a
 produced gradients, so ranks whose graphs differ still match. A gradient that arrives after its unit was reduced
 (reentrant checkpoints of a module used twice) stays local and joins the next reduction, or the one that `flush` makes
 before a step.
-
-[Note: What .grad tells]
-After a reduction `.grad` of a parameter is a stand-in (released.py). It is the user's to clear: where it is gone, the
-parameter's gradient is forgotten before anything is added, and a step leaves the parameter alone, as torch does. Where
-only other ranks had a gradient, the stand-in comes with the step (or `gathered`), which all ranks make: what the user
-clears after it is cleared of all parts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,111 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import OrderMismatchError
-from onefold.flat import Flat, Trained
 from onefold.labels import label
 from onefold.meeting import Meeting
-from onefold.released import ReducedGradient, metadata_only
+from onefold.released import metadata_only
 from onefold.schedule import BACKWARD
+from onefold.slots import Slots
 from onefold.streams import Lanes, Ticket, wait_for_oldest
-from onefold.unit import Unit, stand_in
+from onefold.unit import Unit
 
 _IN_FLIGHT = 2
 Bound = Callable[[list[Ticket], int], None]
-
-
-class Slots:
-    """The state of the gradients of one trained flat buffer between and during backward passes."""
-
-    def __init__(self, flat: Flat, trained: Trained, scale: Callable[[], float], rank: int) -> None:
-        self.flat = flat
-        self._scale = scale
-        self.gradients = trained.gradients
-        self.stand_ins = [stand_in(flat, slot, rank) for slot in range(len(flat.params))]
-        self.arrived: set[int] = set()
-        self.shown: dict[int, Tensor] = {}
-        """Whole gradients that a `gathered` context shows in `.grad`: as good as the stand-in."""
-        self.touched = [False] * len(flat.params)
-        """Slots whose gradient lies in `gradients`."""
-        self.is_fresh = False
-        """Whether autograd may add to `.grad` as it likes: no gradient is kept, and none is scaled."""
-
-    def expected(self) -> int:
-        with metadata_only():
-            return sum(param.requires_grad for param in self.flat.params)
-
-    def collect(self) -> None:
-        """Move the arrived gradients into the flat buffer; slots that the user cleared are forgotten first."""
-        self.forget_cleared()
-        grads: list[Tensor | None] = [None] * len(self.flat.params)
-        for slot in self.arrived:
-            grads[slot] = self.flat.params[slot].grad
-        self.gradients.local.add(grads)
-        self.is_fresh = False
-        for slot in self.arrived:
-            self.flat.params[slot].grad = self.stand_ins[slot]
-            self.touched[slot] = True
-        self.arrived = set()
-
-    def holds(self, slot: int) -> bool:
-        """Whether `.grad` still stands for what lies in `gradients`."""
-        return self._stands(slot, self.flat.params[slot].grad)
-
-    def _stands(self, slot: int, grad: Tensor | None) -> bool:
-        return isinstance(grad, ReducedGradient) or (grad is not None and grad is self.shown.get(slot))
-
-    def forget_cleared(self) -> None:
-        with metadata_only():
-            for slot in range(len(self.flat.params)):
-                if self.touched[slot] and slot not in self.arrived and not self.holds(slot):
-                    self.gradients.clear(slot)
-                    self.touched[slot] = False
-
-    def stand(self, slot: int) -> None:
-        """A gradient is there, of this rank or of others: it is the user's to clear here, too."""
-        if not self.touched[slot]:
-            self.touched[slot] = True
-            self.flat.params[slot].grad = self.stand_ins[slot]
-
-    def survey(self) -> list[tuple[bool, bool, bool]]:
-        """Of each slot: whether it has a gradient, one that was reduced and stands, and one that was and is gone.
-        Gradients that the user assigned by hand count as arrived."""
-        with metadata_only():
-            grads = [param.grad for param in self.flat.params]
-        found = []
-        for slot, (grad, was_touched) in enumerate(zip(grads, self.touched, strict=True)):
-            is_held = self._stands(slot, grad)
-            found.append((grad is not None, was_touched and is_held, was_touched and not is_held))
-            if grad is None or is_held:
-                continue
-            if was_touched:
-                self.gradients.clear(slot)
-            self.flat.params[slot].grad = self.scaled(grad)
-            self.arrived.add(slot)
-        return found
-
-    def scaled(self, grad: Tensor) -> Tensor:
-        """A gradient that did not come out of a backward pass, as one that did: times the loss scale."""
-        return grad if self._scale() == 1 else grad * self._scale()
-
-    def abandon(self) -> None:
-        """Leave gradients of a backward pass that failed in `.grad`, as torch does, without the loss scale."""
-        with metadata_only():
-            for slot in self.arrived:
-                grad = self.flat.params[slot].grad
-                if grad is not None and self._scale() != 1:
-                    self.flat.params[slot].grad = grad / self._scale()
-        self.arrived = set()
-
-    def drop(self, slots: set[int]) -> None:
-        """Forget the gradients of some parameters; memory is freed when they are all."""
-        if len(slots) == len(self.flat.params):
-            self.gradients.drop()
-        with metadata_only():
-            for slot in slots:
-                self.gradients.clear(slot)  # though this rank gave none: others may have
-                self.touched[slot] = False
-                self.flat.params[slot].grad = None
-        self.arrived -= slots
 
 
 class Reducer:
@@ -162,23 +61,31 @@ class Reducer:
         self._num_reduced = 0
         self._num_failed = 0
         self._has_met = False
-        self._meet: Callable[[], object] | None = None
+        self._meet: Callable[[], Sequence[int]] | None = None
         """Waits for the other ranks where this one came to the meeting of a backward."""
-        self._has_arrivals = False
+        self._has_arrivals = self._is_gone = False
         self._tickets: list[Ticket] = []
 
     def all_slots(self) -> Iterator[Slots]:
         """The slots of every trained flat buffer."""
         return chain.from_iterable(self.slots.values())
 
-    def begin(self, has_met: bool) -> None:
+    def has_gone(self) -> bool:
+        """Whether the user cleared gradients of which the other ranks do not know. What was reduced is there first."""
+        self.finish()
+        for slots in self.all_slots():
+            slots.forget_cleared()
+        return any(slots.gone for slots in self.all_slots())
+
+    def begin(self, told: Sequence[int] | None) -> None:
         """A backward pass starts; what the last one reduced is there first, since this one may add to it.
 
         Args:
-            has_met: all ranks are known to start it (else they meet before the first reduction: they must not make
-                it for different reasons. Each comes there with its first gradient, and waits only when it reduces).
+            told: what `has_gone` said on each rank, where all are known to start it. None: they meet before the first
+                reduction, since they must not make it for different reasons. Each comes there with its first gradient,
+                and waits only when it reduces.
         """
-        self.finish()
+        self._is_gone = self.has_gone()
         self._missing = {
             index: sum(slots.expected() - len(slots.arrived) for slots in group) for index, group in self.slots.items()
         }
@@ -186,7 +93,8 @@ class Reducer:
         for slots in self.all_slots():
             slots.is_fresh = not is_scaled and not any(slots.touched)
         self._reset()
-        self._has_met = has_met
+        self._has_met = told is not None
+        self._clear_gone(told or ())
 
     def _reset(self) -> None:
         self._closed = []
@@ -205,8 +113,7 @@ class Reducer:
             if slots.holds(slot):
                 param.grad = None
                 return None
-            slots.gradients.clear(slot)
-            slots.touched[slot] = False
+            slots.forget(slot)
         if param.grad is not None and slot not in slots.arrived:
             param.grad = slots.scaled(param.grad)
         return None
@@ -214,7 +121,7 @@ class Reducer:
     def arrive(self, index: int, slots: Slots, slot: int) -> None:
         """Autograd accumulated into one parameter's `.grad`."""
         if not (self._has_arrivals or self._has_met or self.accumulating):
-            self._meet = self._meeting.begin(BACKWARD)
+            self._meet = self._meeting.begin(BACKWARD, self._is_gone)
         is_first = slot not in slots.arrived
         slots.arrived.add(slot)
         self._has_arrivals = True
@@ -302,6 +209,7 @@ class Reducer:
         self.finish()
         for slots in self.all_slots() if any(cleared) else ():
             slots.forget_cleared()
+            slots.gone.clear()
         found_active = {key for key, is_active in zip(keys, merged, strict=False) if is_active}
         for index, position, slot in found_active:
             self.slots[index][position].stand(slot)
@@ -362,7 +270,18 @@ class Reducer:
         meet, self._meet = self._meet, None
         if meet is not None:
             self._has_met = True
-            meet()
+            self._clear_gone(meet())
+
+    def _clear_gone(self, told: Sequence[int]) -> None:
+        """Where some rank has gradients that the user cleared, let all ranks clear their parts."""
+        if not any(told):
+            return
+        places = [(slots, slot) for slots in self.all_slots() for slot in range(len(slots.touched))]
+        _, gone = self._meeting.exchange("cleared gradients", (), [slot in slots.gone for slots, slot in places])
+        for (slots, slot), is_gone in zip(places, gone, strict=True):
+            if is_gone:
+                slots.gradients.clear_kept(slot)
+                slots.gone.discard(slot)
 
     def _reduce(self, index: int) -> None:
         with label("reduce", self._names[index]):

@@ -281,8 +281,8 @@ class Runtime:
         self._backward_open = True
         self.finish_updates()
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
-        has_met = self.schedule.begin(ACCUMULATING if self.reducer.accumulating else BACKWARD)
-        self.reducer.begin(has_met)
+        phase = ACCUMULATING if self.reducer.accumulating else BACKWARD
+        self.reducer.begin(self.schedule.begin(phase, self.reducer.has_gone()))
         self._prefetch()
 
     def settle(self) -> None:

@@ -54,16 +54,17 @@ class Schedule:
         """The running phase."""
         return self._phase
 
-    def begin(self, phase: str) -> bool:
-        """Start a phase; `phase` names its kind, such as "forward of model". Returns whether ranks met for it: yes."""
+    def begin(self, phase: str, number: int = 0) -> Sequence[int] | None:
+        """Start a phase; `phase` names its kind, such as "forward of model". Returns the `number` of each rank, if
+        they met."""
         self._raise_if_broken()
-        self._meeting.exchange(f"start of the {phase}")
+        told, _ = self._meeting.exchange(f"start of the {phase}", [number])
         self._phase = phase
         self._order = self._frozen.get(phase, ())
         self._issued = 0
         self._gathered, self._used = [], []
         self._skipped = set()
-        return True
+        return [each for (each,) in told]
 
     def request(self, unit: int) -> None:
         """Issue gathers until `unit` is among them. Collective, in step with the other ranks.
@@ -177,9 +178,9 @@ class Unscheduled:
     def __init__(self) -> None:
         self.phase: str | None = None
 
-    def begin(self, phase: str) -> bool:
+    def begin(self, phase: str, number: int = 0) -> Sequence[int] | None:
         self.phase = phase
-        return False
+        return None
 
     def end(self) -> None:
         self.phase = None

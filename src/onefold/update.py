@@ -19,8 +19,8 @@ from onefold.flat import Flat, Trained
 from onefold.layout import Piece
 from onefold.native import Updater
 from onefold.plan import Tier
-from onefold.reducer import Slots
 from onefold.rules import Rule, check_state
+from onefold.slots import Slots
 
 Group = Mapping[str, Any]
 Key = tuple[int, int]
