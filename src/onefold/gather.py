@@ -1,6 +1,7 @@
 """Owns the choice of how shards are gathered and gradients reduced: by collectives, or by copies between the ranks of
 one machine."""
 
+import os
 import platform
 import time
 from functools import partial
@@ -56,24 +57,33 @@ def _copying(comm: Comm, device: torch.device) -> PeerComm:
 
 
 def _pool(comm: Comm, device: torch.device) -> Pool:
-    mine = (platform.node(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), SymmetricPool.num_opened)
+    mine = (_machine(), SymmetricPool.num_opened)
     everyone = comm.exchange_objects(mine)
-    machines = sorted({everyone[peer][:2] for peer in comm.peers})
+    machines = sorted({everyone[peer][0] for peer in comm.peers})
     if len(machines) > 1:
         raise ShardError(
-            f'gather="copy" needs ranks that gather from each other to be on one machine, and these are on '
-            f"{len(machines)} ({', '.join(name for name, _ in machines)}); leave gather out, or give a mesh whose "
-            "shard axis is one machine"
+            f'gather="copy" needs ranks that gather from each other to be on one machine (and in one container), and '
+            f"these are on {len(machines)} ({', '.join(name for name, *_ in machines)}); leave gather out, or give a "
+            "mesh whose shard axis is one machine"
         )
     if device.type != "cuda":
         return MappedPool(comm)
-    if len({everyone[peer][2] for peer in comm.peers}) > 1:
+    if len({everyone[peer][1] for peer in comm.peers}) > 1:
         raise ShardError(
             'gather="copy": some of these ranks have shared GPU memory with other ranks before, on a mesh of theirs, '
             "and PyTorch cannot let them share with these any more; shard the model that more ranks hold first, or "
             'give gather="collective" to those before it'
         )
     return SymmetricPool(comm.peer_group, device)
+
+
+def _machine() -> tuple[str, str, str]:
+    """Where numbers of processes mean the same: in another container they are those of other processes, if any."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # a sandbox that shows none: there its other names have to tell
+        namespace = ""
+    return platform.node(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), namespace
 
 
 def _is_faster(copying: Comm, collective: Comm, device: torch.device) -> bool:
