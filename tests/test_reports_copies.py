@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import re
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -201,3 +202,32 @@ def load_elsewhere(rank, num_ranks, plan):
 @one_and_two_ranks
 def test_a_state_dict_loads_into_any_model(ranks, plan, num_ranks):
     ranks(num_ranks).run(load_elsewhere, plan)
+
+
+def sent(rank, num_ranks, plan, gather, is_sent):
+    """Weights after training goes on, where rank 0 sent some to another process; and whether what that has is right."""
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan], gather=gather)
+    optimizer = onefold.SGD(model, lr=0.1)
+    is_right = True
+    for step in range(4):
+        squared(model, Turn(rank, step, sharded=True))
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_sent and rank == 0 and step == 1 and plan != "zero_3":
+            pickle.loads(ForkingPickler.dumps(model.head.weight.detach()))
+        with onefold.gathered(model):
+            if is_sent and rank == 0 and step == 2:
+                for name, value in model.state_dict().items():
+                    got = pickle.loads(ForkingPickler.dumps({name: value}))[name]
+                    is_right = is_right and torch.equal(got, value)
+    return weights(model), is_right
+
+
+@pytest.mark.parametrize("gather", ["collective", "copy"])
+@every_plan
+def test_weights_can_be_sent_to_another_process(ranks, plan, gather):
+    """torch moves what is sent to memory that both processes see, and cannot resize it any more."""
+    want = ranks(2).run(sent, plan, gather, False)
+    for (got, is_right), (wanted, _) in zip(ranks(2).run(sent, plan, gather, True), want, strict=True):
+        same(got, wanted, 0)
+        assert is_right

@@ -62,13 +62,19 @@ class Buffer:
         """Give the storage back; False if somebody still holds a view. See [Note: Nobody is left behind]."""
         if self.is_watched:
             return False
-        self._storage.resize_(0)
+        if not self._is_sent():
+            self._storage.resize_(0)
         return True
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody else holds a view: whoever reads it need not ask."""
         return self._count_holders() > self._holders
+
+    def _is_sent(self) -> bool:
+        """Whether it was sent to another process (torch.multiprocessing): then it is that one's as well, and torch
+        crashes where it is to grow again."""
+        return not self.whole.is_cuda and self._storage.is_shared()
 
     def _count_holders(self) -> int:
         return int(torch._C._storage_Use_Count(self.storage_id))

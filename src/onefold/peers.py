@@ -28,6 +28,13 @@ from onefold.pools import SHARDS, WHOLE, Pool
 from onefold.streams import Chain, Finish, Pending
 from onefold.sums import Mean
 
+Place = tuple[int, int]
+"""A storage and an offset there. No address: torch moves what a storage holds where its user shares it."""
+
+
+def place_of(shard: Tensor) -> Place:
+    return int(shard.untyped_storage()._cdata), int(shard.storage_offset())
+
 
 class PeerComm(OverComm[Comm]):
     """Gathers exposed shards, and reduces, by copies; all else goes through another `Comm`. See
@@ -45,14 +52,14 @@ class PeerComm(OverComm[Comm]):
         self._inbox: Inbox | None = None
         self._latest: Finish | None = None
         """Finishes the reduction before: they run one after another."""
-        self._shards: dict[int, Sequence[Tensor]] = {}
-        """Every rank's shard, by the address of this rank's."""
-        self._parts: set[int] = set()
-        """Addresses of those that are parts of whole weights."""
-        self._changed: set[int] = set()
-        """Addresses of shards that changed since the ranks last met for a gather of them."""
-        self._met: dict[int, Finish | None] = {}
-        """By address, waits for that meeting; None where the gathers' stream is ordered after it."""
+        self._shards: dict[Place, Sequence[Tensor]] = {}
+        """Every rank's shard, as all see it, by the place of this rank's."""
+        self._parts: set[Place] = set()
+        """Places of those that are parts of whole weights."""
+        self._changed: set[Place] = set()
+        """Places of shards that changed since the ranks last met for a gather of them."""
+        self._met: dict[Place, Finish | None] = {}
+        """By place, waits for that meeting; None where the gathers' stream is ordered after it."""
 
     @property
     def shared_bytes(self) -> int:
@@ -69,7 +76,7 @@ class PeerComm(OverComm[Comm]):
             return shard
         own, everyone = self._pool.allocate(shard.numel(), shard.dtype)
         own.copy_(shard)
-        self._shards[own.data_ptr()] = everyone
+        self._shards[place_of(own)] = everyone
         self.changed(own)
         return own
 
@@ -77,8 +84,9 @@ class PeerComm(OverComm[Comm]):
         own, everyone = self._pool.allocate(whole.numel(), whole.dtype)
         own.copy_(whole)
         parts = [each.chunk(self.num_shards)[shard] for shard, each in enumerate(everyone)]
-        self._shards[parts[self.shard].data_ptr()] = parts
-        self._parts.add(parts[self.shard].data_ptr())
+        place = place_of(own.chunk(self.num_shards)[self.shard])
+        self._shards[place] = parts
+        self._parts.add(place)
         return own
 
     def before_change(self) -> None:
@@ -106,14 +114,17 @@ class PeerComm(OverComm[Comm]):
             finish()
 
     def changed(self, shard: Tensor) -> None:
-        self._changed.add(shard.data_ptr())
+        self._changed.add(place_of(shard))
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
-        place = shard.data_ptr()
+        place = place_of(shard)
         everyone = self._shards.get(place)
         if everyone is None:
             return super().all_gather(whole, shard)
         if place in self._parts:
+            seen = everyone[self.shard]
+            if seen.data_ptr() != shard.data_ptr():  # torch moved weights to send them to another process
+                seen.copy_(shard)
             self._meet(WHOLE)
             _copy(whole, everyone, self.shard)
             self._meet(WHOLE)
