@@ -2,6 +2,7 @@
 send nothing."""
 
 import gc
+import os
 import platform
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from onefold.errors import ShardError
 from onefold.gather import choose_gather
 from onefold.mesh import connect
 from onefold.over import CountingComm
-from onefold.peers import PeerComm
+from onefold.peers import PeerComm, place_of
 from onefold.pools import MappedPool, SymmetricPool
 from onefold.session import session_of
 from onefold.sums import mean_of_rows
@@ -95,11 +96,11 @@ class Witness:
         self._read.clear()
 
     def _told(self, shard):
-        self._untold.discard(shard.data_ptr())
+        self._untold.discard(place_of(shard))
 
     def _reads(self, whole, shard):
-        self._read.add(shard.data_ptr())
-        if shard.data_ptr() in self._untold:
+        self._read.add(place_of(shard))
+        if place_of(shard) in self._untold:
             self.wrong.append("a shard changed, and nobody was told before it was read")
 
 
@@ -323,8 +324,8 @@ def test_shared_memory_goes_with_the_model(ranks):
         assert after == 0
 
 
-def on_two_machines(rank, num_ranks, gather):
-    name, platform.node = platform.node, lambda: f"machine-{rank}"
+def on_two_machines(rank, num_ranks, gather, names=("machine-0", "machine-1")):
+    name, platform.node = platform.node, lambda: names[rank]
     try:
         onefold.shard(build(Stack), onefold.ZERO_3, gather=gather)
     except ShardError as error:
@@ -355,6 +356,39 @@ def test_gpus_that_shared_memory_with_others_are_told_apart(ranks):
     for told in ranks(2).run(shared_with_others_before, "copy"):
         assert "have shared GPU memory with other ranks before" in told
     assert ranks(2).run(shared_with_others_before, "auto") == [True, True]
+
+
+def in_two_containers(rank, num_ranks):
+    with patch.object(os, "readlink", lambda path: f"pid:[{rank}]"):
+        return on_two_machines(rank, num_ranks, "copy", names=("host", "host"))
+
+
+def test_copies_between_containers_are_refused(ranks):
+    """Of the same name, on the same kernel: there a process's number is that of another one."""
+    for told in ranks(2).run(in_two_containers):
+        assert "in one container), and these are on 2 (host, host)" in told
+
+
+def taken(rank, num_ranks):
+    """What a pool took for allocations of 17 MiB with one of a few bytes between each, and whether they are apart."""
+    comm = connect(torch.device("cpu"))
+    pool = MappedPool(comm)
+    allocations = [pool.allocate(numel, torch.uint8) for numel in (17 * 2**20, 7) * 4]
+    for number, (own, _) in enumerate(allocations):
+        own.fill_(16 * rank + number)
+    comm.exchange([0])
+    wrong = [
+        (number, shard)
+        for number, (_, everyone) in enumerate(allocations)
+        for shard, seen in enumerate(everyone)
+        if not bool((seen == 16 * shard + number).all())
+    ]
+    comm.exchange([0])
+    return pool.held_bytes, wrong
+
+
+def test_small_shards_between_large_ones_share_an_allocation(ranks):
+    assert ranks(2).run(taken) == [(4 * 17 * 2**20 + 2**24, [])] * 2
 
 
 def test_another_way_to_gather_is_refused():

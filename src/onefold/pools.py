@@ -14,7 +14,8 @@ from onefold.comm import Comm
 from onefold.streams import Finish
 
 _CHUNK_BYTES = 2**24
-"""Small shards share an allocation of this size: each takes a driver's page, or a file, and a meeting to set up."""
+"""Shards of up to half of it share an allocation of this size: each takes a driver's page, or a file, and a meeting to
+set up."""
 _ALIGNMENT = 256
 
 SHARDS, WHOLE, GRADIENTS = 0, 1, 2
@@ -32,7 +33,7 @@ class Pool(Protocol):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
         """This rank's tensor [numel], uninitialized, and everyone's, by shard. Its storage is its own, so that who
-        holds views of it can be counted."""
+        holds views of it can be counted; that among everyone's stays where all ranks see it, whatever happens to it."""
         ...
 
     def meet(self, line: int = 0) -> Finish | None:
@@ -52,17 +53,24 @@ class _ChunkPool(Pool):
         self.held_bytes = 0
         self._shard = shard
         self._left: Sequence[Tensor] = ()
-        """What is left of the newest chunk, on every rank, by shard."""
+        """What is left of a chunk, on every rank, by shard."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
         nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        if not self._left or self._left[0].numel() < nbytes:
-            self._left = self._take(max(nbytes, _CHUNK_BYTES))
-        parts = [part[: numel * dtype.itemsize] for part in self._left]
-        self._left = [part[nbytes:] for part in self._left]
-        parts[self._shard] = from_dlpack(parts[self._shard])  # the same memory, in a storage of its own
-        everyone = [part.view(dtype) for part in parts]
-        return everyone[self._shard], everyone
+        everyone = [part[: numel * dtype.itemsize].view(dtype) for part in self._cut(nbytes)]
+        return from_dlpack(everyone[self._shard]), everyone
+
+    def _cut(self, nbytes: int) -> Sequence[Tensor]:
+        """`nbytes` of what is left, or of a new allocation: the larger rest is kept, or small shards between large ones
+        would take a chunk each."""
+        left = self._left[0].numel() if self._left else 0
+        if left >= nbytes:
+            source, left = self._left, 0
+        else:
+            source = self._take(nbytes if nbytes > _CHUNK_BYTES // 2 else _CHUNK_BYTES)
+        if source[0].numel() - nbytes >= left:
+            self._left = [part[nbytes:] for part in source]
+        return [part[:nbytes] for part in source]
 
     def _take(self, nbytes: int) -> Sequence[Tensor]:
         self.held_bytes += nbytes
