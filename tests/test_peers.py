@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import inbox, localsum, peers
-from onefold.errors import ShardError
+from onefold.errors import OrderMismatchError, ShardError
 from onefold.gather import choose_gather
 from onefold.mesh import connect
 from onefold.over import CountingComm
@@ -322,6 +322,28 @@ def test_shared_memory_goes_with_the_model(ranks):
         assert during > 0
         assert open_files == 0
         assert after == 0
+
+
+def stepping_alone(rank, num_ranks, plan):
+    """What is raised where one rank steps and the other one begins another step."""
+    model = onefold.shard(build(Stack), plan, gather="copy")
+    optimizer = onefold.SGD(model, lr=0.1)
+    model(torch.ones(3, 4)).square().mean().backward()
+    try:
+        if rank == 0:
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+    except OrderMismatchError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("plan", [onefold.ZERO_2, onefold.ZERO_3])
+def test_a_step_of_one_rank_alone_is_told(ranks, plan):
+    for told in ranks(2).run(stepping_alone, plan, timeout_s=60):
+        assert "rank 0 came to the optimizer step" in told
 
 
 def on_two_machines(rank, num_ranks, gather, names=("machine-0", "machine-1")):

@@ -78,7 +78,7 @@ class _Gathered:
         runtime.settle()
         runtime.catch_up()
         if self._write:
-            self._session.wait_for_readers()
+            self._session.finish_readers()
         active = self._session.reducer.flush()
         for unit in self._units:
             if not unit.is_gathered:

@@ -117,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         session = self._session
         session.runtime.settle()
-        session.wait_for_readers()
+        session.finish_readers()
         session.runtime.finish_updates()
         session.runtime.check_bound()
         self._check_members()
@@ -128,6 +128,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped = not norm < float("inf")
         self.grad_norm = norm
         if not self.skipped:
+            session.comm.before_change()  # which tells nobody who came for what: after the meeting that does
             self._update(active, self._factors(norm))
         scale = self.loss_scale
         session.scaler.update(self.skipped)

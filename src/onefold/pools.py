@@ -57,8 +57,9 @@ class _ChunkPool(Pool):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
         nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        everyone = [part[: numel * dtype.itemsize].view(dtype) for part in self._cut(nbytes)]
-        return from_dlpack(everyone[self._shard]), everyone
+        parts = [part[: numel * dtype.itemsize] for part in self._cut(nbytes)]
+        own = from_dlpack(parts[self._shard])  # the same memory; as bytes, which any dtype can be
+        return own.view(dtype), [part.view(dtype) for part in parts]
 
     def _cut(self, nbytes: int) -> Sequence[Tensor]:
         """`nbytes` of what is left, or of a new allocation: the larger rest is kept, or small shards between large ones

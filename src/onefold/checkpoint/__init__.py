@@ -1,10 +1,10 @@
 """Owns `save` and `load`: what a run needs to go on, in a directory that fits any number of ranks and any plan.
 
 [Note: Saving beside training]
-Most of what is saved changes only where `Session.wait_for_readers` is called first: in the next `optimizer.step`, and
+Most of what is saved changes only where `Session.finish_readers` is called first: in the next `optimizer.step`, and
 in whatever else writes shards, exact weights or optimizer state. So an asynchronous save returns once it knows what to
 save. A thread of its own copies what rests on the device to the host, beside the next forward and backward, and writes
-the files after that. Who calls `wait_for_readers` meanwhile waits for the copies, and not for the files. What rests on
+the files after that. Who calls `finish_readers` meanwhile waits for the copies, and not for the files. What rests on
 the host is not copied: files are written from it, and he waits until it is read. What others may change at any time is
 copied before `save` returns: buffers (a forward changes those of a BatchNorm), what the caller gave, and weights that
 rest whole, which a forward or the script can write. Random states and all else that is no large tensor is text by then.
