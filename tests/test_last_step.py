@@ -1,7 +1,9 @@
 """Promise: after the last step one rank may save, or evaluate, by itself while the others' scripts end."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,9 +51,13 @@ def test_others_may_end_while_one_rank_reads_weights(tmp_path, fraction, way):
     """What they updated on the host is still to be sent then: they send it before they end."""
     (tmp_path / "script.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    out = tmp_path / "out.pt"
+    out, path = tmp_path / "out.pt", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*torchrun, tmp_path / "script.py", fraction, way, out], capture_output=True, text=True, timeout=200
+        [*torchrun, tmp_path / "script.py", fraction, way, out],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert "rank" not in ran.stderr or way == "others fail", ran.stderr
     assert out.exists(), ran.stderr
