@@ -3,12 +3,16 @@ the others, not a hang.
 """
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 import onefold
 from onefold.errors import OrderMismatchError
+from onefold.mesh import connect
 from onefold.plan import NAMED_PLANS
 from onefold.released import ReducedGradient
 from onefold.testing import RankError
@@ -266,3 +270,19 @@ def test_a_rank_that_dies_is_an_error_on_the_others(ranks, plan, where):
         ranks(2, grace_s=PATIENCE_S).run(dying, plan, where, timeout_s=PATIENCE_S)
     assert raised_by(raised.value, "exit code 7") == {1}
     assert raised_by(raised.value, "OrderMismatchError: rank 0: another rank left") == {0}
+
+
+def patience(rank, num_ranks, seconds):
+    """What the script gave torch.distributed, and what Onefold's groups have."""
+    dist.destroy_process_group()
+    meeting = dist.FileStore(str(seconds[1]), num_ranks)
+    given = {} if seconds[0] is None else {"timeout": timedelta(seconds=seconds[0])}
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks, **given)
+    group = connect(torch.device("cpu")).control_group()
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+@pytest.mark.parametrize("given", [None, 77])
+def test_groups_are_as_patient_as_the_script_says(ranks, tmp_path, given):
+    found = ranks(2).run(patience, (given, tmp_path / "meeting"))
+    assert found == [timedelta(seconds=77) if given else default_pg_timeout] * 2

@@ -17,7 +17,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "onefold"
 FLOORS = (
     ("numbers", ("errors", "plan", "layout", "dtypes", "mix", "budget")),
     ("bytes", ("labels", "replace", "tensorfiles", "calls", "native", "streams", "buffer")),
-    ("wire", ("conversation", "refreshes", "sums", "comm", "alone", "over", "mesh", "pools", "inbox", "peers")),
+    (
+        "wire",
+        ("conversation", "refreshes", "groups", "sums", "comm", "alone", "over", "mesh", "pools", "inbox", "peers"),
+    ),
     ("tiers", ("cores", "worker", "pages", "tier", "disk")),
     (
         "state",
@@ -102,7 +105,7 @@ DOORS = (
     Door(
         names=("torch.distributed",),
         modules=(
-            *("comm", "conversation", "pools", "tensor", "shard", "testing", "checkpoint"),
+            *("comm", "conversation", "groups", "pools", "tensor", "shard", "testing", "checkpoint"),
             *("launch", "report", "deepspeed"),
         ),
     ),

@@ -10,23 +10,21 @@ Ranks that *share* one set of shards hold one each (`shard`, `num_shards`): a la
 from them. On one axis, as in this file, both are the same; in mesh.py several replicas hold each shard.
 """
 
-import atexit
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onefold.conversation import Conversation, Line
-from onefold.errors import OrderMismatchError, ShardError
-from onefold.refreshes import Refreshes, leave
+from onefold.errors import OrderMismatchError
+from onefold.groups import PLANES, Families, groups_of, shared_by
+from onefold.refreshes import Refreshes
 from onefold.streams import Finish, Pending, Ticket
 from onefold.sums import mean_of_rows
 
@@ -150,57 +148,6 @@ class CollectiveComm:
         return None
 
 
-Families = tuple[tuple[int, ...], ...]
-"""Sets of ranks, none in two of them, that do the same at the same time, each for itself."""
-PLANES = ("data", "reduction", "refresh", "control")
-"""What a group of its own is for, since it may run beside the others. Control messages go through host memory."""
-_GRACE_S = 0.1
-
-# Process groups belong to the process and cost threads, memory and (on GPUs) channels, so models over the same ranks
-# share them; the entry goes when torch.distributed is shut down.
-_made: WeakKeyDictionary[Any, dict[tuple[Families, str, tuple[str, ...]], dict[str, Any]]] = WeakKeyDictionary()
-
-
-def _leave() -> None:
-    """Let the others have what they wait for. And a thread of gloo lets go of a collective's tensors a moment after all
-    were told that it is done, which needs an interpreter, or it aborts the process. Nothing tells when it has."""
-    if dist.is_initialized():
-        made = _made.get(dist.group.WORLD, {}).values()
-        leave(groups["order"] for groups in made if "order" in groups)
-    time.sleep(_GRACE_S)
-
-
-def _groups(families: Families, backend: str, planes: tuple[str, ...]) -> dict[str, Any]:
-    """This rank's group for each plane, over its one of `families`; made once, by all ranks of all families.
-
-    Raises:
-        ShardError: it is in none of them.
-    """
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-    made = _made.setdefault(dist.group.WORLD, {})
-    if (families, backend, planes) not in made:
-        me = dist.get_rank()
-        mine = next((place for place, ranks in enumerate(families) if me in ranks), None)
-        if mine is None:
-            raise ShardError(f"this is rank {me}, and mesh holds ranks {families}: shard only on ranks of the mesh")
-        # torch tells groups apart by their number, equal on all ranks if all make all; or else by their ranks as well.
-        world = ref(dist.group.WORLD)
-        is_partial = sum(map(len, families)) < dist.get_world_size()
-        made[families, backend, planes] = {
-            plane: [
-                dist.new_group(
-                    list(ranks),
-                    backend="gloo" if plane == "control" else backend,
-                    use_local_synchronization=is_partial,
-                )
-                for ranks in families
-            ][mine]
-            for plane in planes
-        } | {"order": Refreshes(lambda: dist.is_initialized() and dist.group.WORLD is world())}
-    return made[families, backend, planes]
-
-
 class _GroupComm(CollectiveComm):
     """What gloo and NCCL worlds share: set-up broadcasts and the control plane, which is always gloo.
 
@@ -214,7 +161,7 @@ class _GroupComm(CollectiveComm):
     num_replicas = 1
 
     def __init__(self, families: Families, planes: tuple[str, ...] = PLANES) -> None:
-        self._families, self._planes = families, _groups(families, self.backend, planes)
+        self._families, self._planes = families, groups_of(families, self.backend, planes)
         group = self._planes[planes[0]]
         self._root = dist.get_global_rank(group, 0)
         self.rank = self.shard = dist.get_rank(group)
@@ -278,7 +225,7 @@ class _GroupComm(CollectiveComm):
         return self._planes["control"]
 
     def conversation(self) -> Conversation:
-        made = _made[dist.group.WORLD].setdefault((self._families, "line", ()), {})
+        made = shared_by(self._families)
         if not made:
             made["line"] = Line(self.rank, self.num_ranks, self.exchange_objects(secrets.token_hex(8))[0])
         line: Line = made["line"]
@@ -392,8 +339,3 @@ def default_device() -> torch.device:
         return chosen
     uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
-
-
-def all_ranks() -> tuple[int, ...] | None:
-    """The ranks of torch.distributed; None where it is not set up."""
-    return tuple(range(dist.get_world_size())) if dist.is_initialized() else None

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from onefold.alone import LocalComm
-from onefold.comm import PLANES, Axis, Comm, Families, GlooComm, NcclComm, all_ranks
+from onefold.comm import Axis, Comm, GlooComm, NcclComm
 from onefold.errors import ShardError
+from onefold.groups import PLANES, Families, all_ranks
 from onefold.over import OverComm
 from onefold.streams import Chain, Finish
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import all_ranks, start
+from onefold.comm import start
 from onefold.deepspeed.accelerator import get_accelerator
 from onefold.deepspeed.client import brought, scheduler_of
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
@@ -22,6 +22,7 @@ from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import walk
 from onefold.deepspeed.world import init_distributed, is_launched, local_rank
 from onefold.errors import ConfigError
+from onefold.groups import all_ranks
 from onefold.optimizer import Optimizer
 from onefold.shard import shard
 
