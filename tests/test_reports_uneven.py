@@ -19,6 +19,7 @@ from ranks import (
     Case,
     Stack,
     Turn,
+    average,
     build,
     every_plan,
     grads,
@@ -26,6 +27,7 @@ from ranks import (
     plain,
     same,
     squared,
+    tensors,
     train,
     weights,
 )
@@ -110,6 +112,11 @@ def clear_each(model, optimizer):
         param.grad = None
 
 
+def clear_by_del(model, optimizer):
+    for param in model.parameters():
+        del param.grad
+
+
 def clear_group(model, optimizer):
     optimizer.zero_grad()
 
@@ -139,7 +146,7 @@ def cleared_between_steps(rank, num_ranks, plan, clear, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", without_biases])
-@pytest.mark.parametrize("clear", [clear_model, clear_each, clear_group])
+@pytest.mark.parametrize("clear", [clear_model, clear_each, clear_by_del, clear_group])
 @pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
 def test_gradients_of_some_ranks_are_cleared_on_all(ranks, plan, clear, optimizer):
     ranks(2).run(cleared_between_steps, plan, clear, optimizer, timeout_s=TIMEOUT_S)
@@ -168,6 +175,39 @@ def still(model, sharded):
 @pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
 def test_gradients_thrown_away_are_gone_on_all_ranks(ranks, plan, num_ranks, accumulates):
     ranks(num_ranks).run(cleared_without_step, plan, accumulates, timeout_s=TIMEOUT_S)
+
+
+def stepped_after_throwing_away(rank, num_ranks, plan, clear, by_hand):
+    """Gradients of one rank are thrown away, and the step's are only ones that the other rank has added up, or set."""
+    replicas = [build(Modal) for _ in range(num_ranks)]
+    model = onefold.shard(build(Modal), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.1)
+    image_in_turns(model, Turn(rank, 0, sharded=True))
+    clear(model, optimizer)
+    with onefold.accumulate(model):
+        add_up(model, Turn(rank, 1, sharded=True), by_hand)
+    optimizer.step()
+    for number, replica in enumerate(replicas):
+        add_up(replica, Turn(number, 1, sharded=False), by_hand)
+    average(replicas)
+    torch.optim.SGD(replicas[rank].parameters(), lr=0.1).step()
+    same(weights(model), tensors(replicas[rank]))
+
+
+def add_up(model, turn, by_hand):
+    if not by_hand:
+        image_in_turns(model, turn)
+    elif turn.rank == 1:
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("clear", [clear_model, clear_each])
+@pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
+def test_a_step_takes_what_came_after_gradients_were_thrown_away(ranks, plan, clear, by_hand):
+    """Of what one rank threw away others know nothing yet, and their own new gradients are no parts of it."""
+    ranks(2).run(stepped_after_throwing_away, plan, clear, by_hand, timeout_s=TIMEOUT_S)
 
 
 # --- work that differs by whole blocks or whole passes

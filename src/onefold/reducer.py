@@ -199,6 +199,9 @@ class Reducer:
         self._check_counts(counts)
         num = len(keys)
         self._check_cleared(keys, merged[num : 2 * num], merged[2 * num : 3 * num])
+        for slots in self.all_slots() if any(cleared) else ():  # first: what is reduced next is new
+            slots.forget_cleared()
+            slots.gone.clear()
         for (index, position, slot), is_cleared in zip(keys, merged[2 * num : 3 * num], strict=True):
             if is_cleared:
                 self.slots[index][position].gradients.clear_kept(slot)
@@ -207,9 +210,6 @@ class Reducer:
             if is_pending:
                 self._reduce(index)
         self.finish()
-        for slots in self.all_slots() if any(cleared) else ():
-            slots.forget_cleared()
-            slots.gone.clear()
         found_active = {key for key, is_active in zip(keys, merged, strict=False) if is_active}
         for index, position, slot in found_active:
             self.slots[index][position].stand(slot)
@@ -286,7 +286,7 @@ class Reducer:
     def _reduce(self, index: int) -> None:
         with label("reduce", self._names[index]):
             for slots in self.slots[index]:
-                self._tickets.append(slots.gradients.reduce(self._lanes))
+                self._tickets.append(slots.reduce(self._lanes))
         self._num_reduced += 1
         self._bound(self._tickets, _IN_FLIGHT)
 

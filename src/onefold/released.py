@@ -96,6 +96,7 @@ def _metadata() -> frozenset[Any]:
         if hasattr(attribute, "__set__"):
             allowed.add(attribute.__set__)  # type: ignore[union-attr]
     allowed.update(getattr(_T, name) for name in _METHODS if hasattr(_T, name))
+    allowed.add(_T.grad.__delete__)  # type: ignore[union-attr]
     return frozenset(allowed)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onefold.flat import Flat, Trained
 from onefold.released import ReducedGradient, metadata_only
+from onefold.streams import Lanes, Ticket
 from onefold.unit import stand_in
 
 
@@ -30,6 +31,8 @@ class Slots:
         """Whole gradients that a `gathered` context shows in `.grad`: as good as the stand-in."""
         self.touched = [False] * len(flat.params)
         """Slots whose gradient lies in `gradients`."""
+        self.shared: set[int] = set()
+        """Those of them that were reduced, so that other ranks hold parts."""
         self.gone: set[int] = set()
         """Slots that the user cleared, of which other ranks, which may hold parts of their gradients, do not know."""
         self.known: set[int] = set()
@@ -54,6 +57,11 @@ class Slots:
             self.touched[slot] = True
         self.arrived = set()
 
+    def reduce(self, lanes: Lanes) -> Ticket:
+        """Start turning what was collected into the mean over ranks."""
+        self.shared.update(slot for slot, is_touched in enumerate(self.touched) if is_touched)
+        return self.gradients.reduce(lanes)
+
     def holds(self, slot: int) -> bool:
         """Whether `.grad` still stands for what lies in `gradients`."""
         return self._stands(slot, self.flat.params[slot].grad)
@@ -71,13 +79,15 @@ class Slots:
         """The user cleared or replaced the gradient of one parameter."""
         self.gradients.clear(slot)
         self.touched[slot] = False
-        if slot not in self.known:
+        if slot in self.shared and slot not in self.known:
             self.gone.add(slot)
         self.known.discard(slot)
+        self.shared.discard(slot)
 
     def stand(self, slot: int) -> None:
         """A gradient is there, of this rank or of others: it is the user's to clear here, too."""
         self.known.add(slot)
+        self.shared.add(slot)
         if not self.touched[slot]:
             self.touched[slot] = True
             self.flat.params[slot].grad = self.stand_ins[slot]
@@ -92,7 +102,7 @@ class Slots:
         for slot, (grad, was_touched) in enumerate(zip(grads, self.touched, strict=True)):
             is_held = self._stands(slot, grad)
             is_gone = slot in self.gone or (was_touched and not is_held)
-            found.append((grad is not None, was_touched and not is_gone, is_gone))
+            found.append((grad is not None, slot in self.shared and not is_gone, is_gone))
             if grad is None or is_held:
                 continue
             if was_touched:
@@ -126,3 +136,4 @@ class Slots:
         self.arrived -= slots
         self.gone -= slots
         self.known -= slots
+        self.shared -= slots
