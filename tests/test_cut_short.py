@@ -2,10 +2,14 @@
 fork - leaves weights that are all of one step, and a process in which training goes on.
 """
 
+import ctypes
 import gc
+import operator
 import os
 import signal
 import threading
+from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -45,10 +49,14 @@ def wait_in(kernel, use):
 
 
 def end_by_ctrl_c(kernel, use):
+    raises_ctrl_c(lambda: wait_in(kernel, use))
+
+
+def raises_ctrl_c(use):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            wait_in(kernel, use)
+            use()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -129,6 +137,21 @@ def dropped(rank, num_ranks, plan):
 @pytest.mark.parametrize("plan", ["zero_2", "zero_3", "offload_3"])
 def test_other_models_train_after_one_was_interrupted_and_dropped(ranks, plan):
     assert ranks(1).run(dropped, plan) == [None]
+
+
+def pressed_in_kernels(rank, num_ranks, plan):
+    """Ctrl-C comes while no Python runs, and the next thing is that autograd drops what it saved of the weights. All of
+    it happens in C, so whatever Python runs first is what a signal's exception is raised in."""
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    graph = [model(torch.ones(2, 4)).sum()]
+    press = partial(getattr(ctypes.CDLL(None), "raise"), int(signal.SIGINT))
+    raises_ctrl_c(lambda: deque(map(operator.call, (press, graph.clear)), maxlen=0))
+    assert not graph
+
+
+@pytest.mark.parametrize("plan", ["zero_3", "offload_3"])
+def test_ctrl_c_is_not_lost_where_autograd_drops_saved_weights(ranks, plan):
+    ranks(1).run(pressed_in_kernels, plan)
 
 
 def failed(rank, num_ranks, plan):

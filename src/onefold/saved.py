@@ -21,15 +21,14 @@ from onefold.unit import Unit
 class SavedView:
     """The address of a saved tensor inside a unit's flat buffer."""
 
-    __slots__ = ("flat", "offset", "shape", "strides", "unit", "use", "version")
+    __slots__ = ("__weakref__", "flat", "offset", "shape", "strides", "unit", "use", "version")
 
     def __init__(self, unit: Unit, flat: Flat, tensor: Tensor) -> None:
         self.unit, self.flat, self.use, self.version = unit, flat, unit.use, flat.version
         self.shape, self.strides, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.use.outstanding += 1
-
-    def __del__(self) -> None:
-        self.use.outstanding -= 1
+        # Autograd drops this in the middle of a backward. Were it counted in Python then (`__del__`), a signal that
+        # came during the kernels before would be handled there, where exceptions are passed over: Ctrl-C would be lost.
+        self.use.views.add(ref(self, self.use.views.discard))
 
 
 class Saver(Protocol):

@@ -32,10 +32,16 @@ Gather = Callable[[Tensor, Tensor], Finish | None]
 class Use:
     """Counts the saved tensors of one forward pass that still point into a unit."""
 
-    __slots__ = ("outstanding",)
+    __slots__ = ("views",)
 
     def __init__(self) -> None:
-        self.outstanding = 0
+        self.views: set[ref[object]] = set()
+        """Those tensors' addresses, as long as autograd keeps them."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of them is left."""
+        return not self.views
 
 
 class Unit:
@@ -257,7 +263,7 @@ class Unit:
 
     def is_done(self) -> bool:
         """Whether nothing that autograd saved, and no running forward, needs the parameters any more."""
-        return self.depth == 0 and self.pins == 0 and all(use.outstanding == 0 for use in self.open_uses)
+        return self.depth == 0 and self.pins == 0 and all(use.is_over for use in self.open_uses)
 
 
 class PartUnit(Unit):
