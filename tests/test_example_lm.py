@@ -208,6 +208,15 @@ def test_a_mistake_is_named(args, words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    done = run(1, *TINY, "--out", tmp_path / "file" / "out")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--out" in done.stderr
+    assert "step" not in done.stdout
+
+
 def test_flags_win_over_the_config_file(trained, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('plan = "zero_0"\nsteps = 3\nlog-every = 1\nseed = 7\n')

@@ -215,6 +215,10 @@ def run(config: Config) -> None:
         waiting      share of the time the loop waited for those updates
     """
     try:
+        config.out.mkdir(parents=True, exist_ok=True)  # now, not when all steps are made
+    except OSError as error:
+        raise typer.BadParameter(f"--out {config.out} cannot be made: {error}") from error
+    try:
         trainer = Trainer(config)
     except onefold.errors.OnefoldError as error:
         raise typer.BadParameter(str(error)) from error
