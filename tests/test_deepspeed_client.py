@@ -109,6 +109,35 @@ def test_groups_are_shared_with_the_scripts_optimizer_both_ways():
     assert moved == [name for name in before if "bias" in name]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call")  # of torch: the schedule's own optimizer never steps
+def test_groups_are_shared_with_an_optimizer_that_the_scripts_was_made_of():
+    """As accelerate does where updates run on the host: the schedule belongs to the one that is not handed over."""
+    model = Net()
+    first = torch.optim.AdamW(two_groups(model), lr=0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    mine = deepspeed.ops.adam.DeepSpeedCPUAdam(first.param_groups)
+    run = Run(engine_of(SCRIPT, model, optimizer=mine), 0, 1)
+    steps(run, 0, 1)
+    schedule.step()
+    assert run.engine.get_lr() == [0.025, 0.0025]
+    for group in first.param_groups:
+        group["lr"] = 0.0
+    before = weights(run.engine)
+    steps(run, 1, 2)
+    same(weights(run.engine), before, 0)  # so updates read them too
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")  # of torch: the schedule's own optimizer never steps
+def test_a_schedule_may_belong_to_an_optimizer_that_the_scripts_was_made_of():
+    model = Net()
+    first = torch.optim.AdamW(two_groups(model), lr=0.05)
+    given = {"optimizer": deepspeed.ops.adam.DeepSpeedCPUAdam(first.param_groups)}
+    schedule = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    run = Run(engine_of(SCRIPT, model, **given, lr_scheduler=schedule), 0, 1)
+    steps(run, 0, 4)
+    assert run.engine.get_lr() == [0.05 * 0.5**run.engine.global_steps, 0.005 * 0.5**run.engine.global_steps]
+
+
 def test_frozen_parameters_and_empty_groups_are_left_alone():
     model = Net()
     model.embed.requires_grad_(False)

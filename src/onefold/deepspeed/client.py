@@ -22,8 +22,21 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled
 """Arguments of torch's classes that say how they compute, not what."""
 
 
+_THEIRS = object()
+"""The key under which a group comes with the dict that stands for it in the script's optimizer."""
+
+
 class DeepSpeedOptimizer(Optimizer):
     """One of Onefold's optimizers, with the names that scripts written for DeepSpeed read."""
+
+    def add_param_group(self, param_group: dict[Any, Any]) -> None:
+        """As Onefold's, but where the script's optimizer has a dict for the group, that one is used on."""
+        theirs = param_group.pop(_THEIRS, None)
+        if theirs is not None:
+            theirs.clear()
+            theirs.update(param_group)
+            param_group = theirs
+        super().add_param_group(param_group)
 
     @property
     def overflow(self) -> bool:
@@ -81,7 +94,8 @@ class Brought:
 
     def build(self, model: nn.Module, max_grad_norm: float | None) -> Optimizer | None:
         """The optimizer of the sharded `model`. The script's own, where there is one, shares its groups from here on,
-        so that learning rates written into either are those of both.
+        so that learning rates written into either are those of both. So does one whose groups it was made of, as
+        accelerate does for updates on the host: a schedule may belong to that.
 
         Raises:
             OptimizerError: it cannot run on parts of parameters; says why.
@@ -99,11 +113,15 @@ class Brought:
             vars(self.client)["_opt_called"] = True
         return built
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]] | None:
+    def _groups(self, model: nn.Module) -> list[dict[Any, Any]] | None:
         if self.groups is None:
             return None
         params = dict(model.named_parameters(remove_duplicate=False))
-        return [{**group.hyper, "params": [params[name] for name in group.names]} for group in self.groups]
+        made = [{**group.hyper, "params": [params[name] for name in group.names]} for group in self.groups]
+        if self.client is None:
+            return made
+        theirs = [group for group in self.client.param_groups if group["params"]]
+        return [{**ours, _THEIRS: its} for ours, its in zip(made, theirs, strict=True)]
 
 
 def brought(
@@ -258,7 +276,8 @@ def scheduler_of(lr_scheduler: Any, optimizer: Optimizer | None, given: Brought,
     if callable(lr_scheduler):
         return lr_scheduler(optimizer)
     owner = getattr(lr_scheduler, "optimizer", given.client)
-    if owner is not given.client:
+    groups = getattr(owner, "param_groups", ())
+    if owner is not given.client and not any(mine is its for mine in optimizer.param_groups for its in groups):
         raise OptimizerError(
             f"this {type(lr_scheduler).__name__} sets the learning rates of another optimizer; make it of the one that "
             "is handed to initialize, or hand over a function: lr_scheduler=lambda optimizer: ..."
