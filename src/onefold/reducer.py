@@ -112,6 +112,7 @@ class Reducer:
         if slots.touched[slot]:
             if slots.holds(slot):
                 param.grad = None
+                slots.incoming.add(slot)
                 return None
             slots.forget(slot)
         if param.grad is not None and slot not in slots.arrived:
@@ -124,6 +125,7 @@ class Reducer:
             self._meet = self._meeting.begin(BACKWARD, self._is_gone)
         is_first = slot not in slots.arrived
         slots.arrived.add(slot)
+        slots.incoming.discard(slot)
         self._has_arrivals = True
         self._missing[index] -= is_first
         if not self._missing[index] and index not in self._closed:

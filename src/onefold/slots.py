@@ -27,6 +27,8 @@ class Slots:
         self.gradients = trained.gradients
         self.stand_ins = [stand_in(flat, slot, rank) for slot in range(len(flat.params))]
         self.arrived: set[int] = set()
+        self.incoming: set[int] = set()
+        """Slots whose stand-in made way for what autograd is about to put into `.grad`."""
         self.shown: dict[int, Tensor] = {}
         """Whole gradients that a `gathered` context shows in `.grad`: as good as the stand-in."""
         self.touched = [False] * len(flat.params)
@@ -72,7 +74,8 @@ class Slots:
     def forget_cleared(self) -> None:
         with metadata_only():
             for slot in range(len(self.flat.params)):
-                if self.touched[slot] and slot not in self.arrived and not self.holds(slot):
+                is_new = slot in self.arrived or slot in self.incoming
+                if self.touched[slot] and not is_new and not self.holds(slot):
                     self.forget(slot)
 
     def forget(self, slot: int) -> None:
@@ -122,7 +125,7 @@ class Slots:
                 grad = self.flat.params[slot].grad
                 if grad is not None and self._scale() != 1:
                     self.flat.params[slot].grad = grad / self._scale()
-        self.arrived = set()
+        self.arrived, self.incoming = set(), set()
 
     def drop(self, slots: set[int]) -> None:
         """Forget the gradients of some parameters; memory is freed when they are all."""
