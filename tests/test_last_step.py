@@ -15,7 +15,6 @@ from ranks import Stack, Turn, build, same, tensors
 SCRIPT = """
 import os, sys
 import torch
-import torch.distributed as dist
 import onefold
 from ranks import Stack, Turn, build
 rank, fraction, way = int(os.environ["RANK"]), float(sys.argv[1]), sys.argv[2]

@@ -77,15 +77,16 @@ class Reducer:
             slots.forget_cleared()
         return any(slots.gone for slots in self.all_slots())
 
-    def begin(self, told: Sequence[int] | None) -> None:
-        """A backward pass starts; what the last one reduced is there first, since this one may add to it.
+    def begin(self, is_gone: bool, told: Sequence[int] | None) -> None:
+        """A backward pass starts, after `has_gone`: what the last one reduced is there, since this one may add to it.
 
         Args:
-            told: what `has_gone` said on each rank, where all are known to start it. None: they meet before the first
+            is_gone: what `has_gone` said.
+            told: that of each rank, where all are known to start it. None: they meet before the first
                 reduction, since they must not make it for different reasons. Each comes there with its first gradient,
                 and waits only when it reduces.
         """
-        self._is_gone = self.has_gone()
+        self._is_gone = is_gone
         self._missing = {
             index: sum(slots.expected() - len(slots.arrived) for slots in group) for index, group in self.slots.items()
         }

@@ -282,7 +282,8 @@ class Runtime:
         self.finish_updates()
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
         phase = ACCUMULATING if self.reducer.accumulating else BACKWARD
-        self.reducer.begin(self.schedule.begin(phase, self.reducer.has_gone()))
+        is_gone = self.reducer.has_gone()
+        self.reducer.begin(is_gone, self.schedule.begin(phase, is_gone))
         self._prefetch()
 
     def settle(self) -> None:
