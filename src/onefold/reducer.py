@@ -110,13 +110,15 @@ class Reducer:
         param, is_scaled = slots.flat.params[slot], self._scale() != 1
         if (is_scaled or slots.touched[slot]) and is_captured(param):
             return grad / self._scale() if is_scaled else None
+        if slot in slots.arrived:  # `.grad` is what came earlier in this pass, not yet collected: more is added to it
+            return None
         if slots.touched[slot]:
             if slots.holds(slot):
                 param.grad = None
                 slots.incoming.add(slot)
                 return None
             slots.forget(slot)
-        if param.grad is not None and slot not in slots.arrived:
+        if param.grad is not None:
             param.grad = slots.scaled(param.grad)
         return None
 
