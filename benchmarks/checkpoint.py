@@ -36,9 +36,9 @@ import onefold
 from offload import sharded, work
 from onefold.checkpoint.entries import own_entries
 from onefold.checkpoint.storage import Reader
-from onefold.comm import start
-from onefold.pages import Pages, pinned
-from onefold.session import session_of
+from onefold.comm.comm import start
+from onefold.engine.session import session_of
+from onefold.memory.pinned import Pages, pinned
 from workload import SIZES, check_writable, machine, synchronize, write_whole
 
 PIECE = 2**26

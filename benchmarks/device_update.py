@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onefold import rules
-from onefold.buffer import CopyMaster, Master, OwnMaster, SplitMaster
-from onefold.dtypes import split
-from onefold.fused import FusedKernel
-from onefold.native import Run, Step
+from onefold.memory.buffer import CopyMaster, Master, OwnMaster, SplitMaster
+from onefold.optim import rules
+from onefold.optim.kernels.fused import FusedKernel
+from onefold.optim.kernels.host import Run, Step
+from onefold.plan.precision import split
 from workload import check_writable, write_whole
 
 BYTES = {"split": 26, "fp32 copy": 30, "fp32 own": 28}

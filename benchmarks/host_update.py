@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onefold import rules
-from onefold.dtypes import split
-from onefold.native import NativeKernel, Run, Step, TorchKernel, find_library, levels, load_library
+from onefold.optim import rules
+from onefold.optim.kernels.host import NativeKernel, Run, Step, TorchKernel, find_library, levels, load_library
+from onefold.plan.precision import split
 from workload import check_writable, find_compilers, processor, write_whole
 
 SPLIT_BYTES, COPY_BYTES = 26, 28

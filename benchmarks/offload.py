@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.comm import start
-from onefold.plan import NAMED_PLANS
+from onefold.comm.comm import start
+from onefold.plan.table import NAMED_PLANS
 from rows import seconds
 from workload import SIZES, Work, apart, check_writable, machine, peak_bytes, timed, write_whole
 

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.peers import PeerComm
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.comm.copies.copy_collectives import PeerComm
+from onefold.engine.session import session_of
+from onefold.plan.table import NAMED_PLANS
 from rows import PLANS, Row, add_work, check_rows, check_work
 from workload import Work, deepspeed_config, find_compilers, free_port, limit_card, peak_bytes, tell, timed, used_bytes
 

@@ -31,12 +31,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from onefold.comm import Comm, start
-from onefold.fused import mean_on
-from onefold.mesh import connect
-from onefold.peers import PeerComm
-from onefold.pools import MappedPool, Pool, SymmetricPool
-from onefold.streams import Ticket, lanes_for
+from onefold.comm.comm import Comm, start
+from onefold.comm.copies.copy_collectives import PeerComm
+from onefold.comm.copies.shared_memory import MappedPool, Pool, SymmetricPool
+from onefold.comm.mesh import connect
+from onefold.memory.streams import Ticket, lanes_for
+from onefold.optim.kernels.fused import mean_on
 from wire_ways import Direct, PullSum, Transfer, can_be_direct, copy_each, copy_together, in_pieces, on_few, registered
 from workload import check_launched, check_writable, machine, synchronize, write_whole
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.comm import Comm
-from onefold.pools import Pool
+from onefold.comm.comm import Comm
+from onefold.comm.copies.shared_memory import Pool
 
 try:
     import triton

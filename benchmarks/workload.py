@@ -27,7 +27,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from onefold.native import host_kernel
+from onefold.optim.kernels.host import host_kernel
 
 SIZES = {
     0.004: (64, 256, 2, 4),

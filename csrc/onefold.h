@@ -1,4 +1,4 @@
-// Owns the C ABI of the host kernels: what native.py calls, and nothing of PyTorch or Python.
+// Owns the C ABI of the host kernels: what host.py calls, and nothing of PyTorch or Python.
 //
 // Invariant: every function reads and writes only the arrays it is given. Nothing is allocated, kept or thrown. Results
 // do not depend on the number of threads, and not on the level but for fused multiply-adds (see arithmetic.h).
@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-// Raised by one whenever anything below changes; native.py refuses a library of another number.
+// Raised by one whenever anything below changes; host.py refuses a library of another number.
 enum { ONEFOLD_ABI = 1 };
 
 // Instruction sets the loops are compiled for. BASE is the compiler's default for the machine (SSE2, NEON, ...).

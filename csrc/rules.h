@@ -1,7 +1,7 @@
 // Owns the optimizers' arithmetic on one element: `step` takes the exact weight and the finished gradient, gives the new
 // weight and updates the state. Included once per level, like arithmetic.h.
 //
-// Invariant: the operations and their roundings are those of src/onefold/rules.py run by torch on a CPU, one for one;
+// Invariant: the operations and their roundings are those of src/onefold/optim/rules.py run by torch on a CPU, one for one;
 // what torch does as one fused operation is `fused` here. tests/test_native.py compares bits. Only square roots differ:
 // these are correctly rounded, MKL's, which torch takes on x86, not always.
 #pragma once

@@ -9,9 +9,9 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.files import Files
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
-from onefold.streams import HostLane
+from onefold.engine.session import session_of
+from onefold.memory.streams import HostLane
+from onefold.plan.table import NAMED_PLANS
 
 
 class Fault(Files):

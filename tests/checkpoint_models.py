@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3", "offload")
 PRECISIONS = {

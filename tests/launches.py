@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from onefold import ending
+from onefold.launch import teardown
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PATIENCE_S = 240.0
@@ -109,5 +109,5 @@ def again(process: subprocess.Popen[str], number: int) -> None:
     """Send a signal, and once more: later than what would count as the same one."""
     process.send_signal(number)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(ending.AGAIN_S + 0.1)
+        process.wait(teardown.AGAIN_S + 0.1)
     process.send_signal(number)

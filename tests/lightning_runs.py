@@ -110,7 +110,7 @@ def act(rank, num_ranks, directory):
         "clipped": refused(module(net(), directory / "clipped"), strategy(), gradient_clip_val=1.0),
     }
     weight = sharded.net[2].weight
-    found["is split"] = isinstance(weight, onefold.released.ReleasedParameter)
+    found["is split"] = isinstance(weight, onefold.engine.released.ReleasedParameter)
     if rank == 0:
         torch.save(found, directory / "found.pt")
 

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 
 PATIENCE_S = 60.0
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.engine.session import session_of
+from onefold.plan.table import NAMED_PLANS
 
 Tensors = Mapping[str, torch.Tensor | None]
 

@@ -8,8 +8,8 @@ import torch
 
 import onefold
 from onefold import Precision
-from onefold.plan import NAMED_PLANS
-from onefold.released import ReducedGradient
+from onefold.engine.released import ReducedGradient
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, build, every_plan, grads, one_and_two_ranks, weights
 
 MICRO = 3

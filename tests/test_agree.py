@@ -6,11 +6,11 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.agree import united
+from onefold.comm.agreement import united
+from onefold.comm.control import Meeting
+from onefold.comm.mesh import connect
 from onefold.errors import OnefoldError, OrderMismatchError, WeightsError
-from onefold.meeting import Meeting
-from onefold.mesh import connect
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Block, Stack, build, every_plan
 
 PATIENCE_S = 240.0

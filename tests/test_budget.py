@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.budget import Budget, FlatSpec, max_numel, split_bytes
 from onefold.errors import PlanError
-from onefold.layout import Layout
-from onefold.plan import (
+from onefold.plan.budget import Budget, FlatSpec, max_numel, split_bytes
+from onefold.plan.layout import Layout
+from onefold.plan.table import (
     INFINITY,
     NAMED_PLANS,
     OFFLOAD,

@@ -13,8 +13,8 @@ from torch import nn
 
 import onefold
 from onefold import Precision, Tier
-from onefold.over import CountingComm
-from onefold.plan import NAMED_PLANS
+from onefold.comm.wrappers import CountingComm
+from onefold.plan.table import NAMED_PLANS
 from ranks import WIDTH, Block, Stack, Turn, build, every_plan
 
 # --- models
@@ -145,7 +145,7 @@ def test_a_rank_holds_what_the_paper_says(ranks, plan, num_ranks):
 
 def counted(model, plan, **options):
     """A sharded model, and the `CountingComm` on its wire."""
-    module, made = sys.modules["onefold.shard"], []
+    module, made = sys.modules["onefold.setup.shard"], []
     connect = module.connect
 
     def connect_counted(*args):

@@ -20,9 +20,9 @@ from checkpoint_faults import Fault, Small, SmallRun, after, hold_copies, same
 from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED
+from onefold.engine.session import session_of
 from onefold.errors import CheckpointError
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.plan.table import NAMED_PLANS
 
 FP16 = onefold.Precision(params="fp16", loss_scale=onefold.DynamicLossScale(initial=2.0**8, window=2))
 BF16 = onefold.Precision(params="bf16")

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint_faults import Fault, SmallRun, after, same
 from onefold.checkpoint.files import Files
-from onefold.conversation import Line
+from onefold.comm.side_channel import Line
 from onefold.errors import CheckpointError
 from onefold.testing import RankError, RankPool
 

@@ -12,7 +12,7 @@ from torch import nn
 import onefold
 from checkpoint_faults import Small, same
 from onefold.errors import CheckpointError, OnefoldError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import weights
 
 

@@ -46,7 +46,7 @@ class Other(nn.Module):
 
 
 def sharded(make, plan, seed):
-    model = onefold.shard(build(make, seed), onefold.plan.NAMED_PLANS[plan])
+    model = onefold.shard(build(make, seed), onefold.plan.table.NAMED_PLANS[plan])
     return model, onefold.AdamW(model, lr=0.05)
 
 

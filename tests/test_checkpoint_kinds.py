@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import weights
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 import onefold
 from onefold.errors import CheckpointError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import weights
 
 pytest.importorskip("torchdata", reason="torchdata is not installed: pip install torchdata")

@@ -12,8 +12,8 @@ import onefold
 from onefold.checkpoint.entries import kept_entries
 from onefold.checkpoint.files import LEAST_BLOCK, MOST_BLOCK, Files, block_bytes
 from onefold.checkpoint.manifest import read_manifest
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.engine.session import session_of
+from onefold.plan.table import NAMED_PLANS
 
 WIDTH, DEPTH = 724, 8
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)  # 4.2 million
@@ -137,7 +137,7 @@ import re, sys, torch
 sys.path.insert(0, {path!r})
 from torch import nn
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 
 def status(name):
     return 1024 * int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])

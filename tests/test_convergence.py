@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.native import TorchKernel
+from onefold.optim.kernels.host import TorchKernel
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "lm"
 STEPS, DELAY_AFTER = 1000, 40
@@ -86,7 +86,7 @@ def test_offloaded_training_ends_where_training_on_the_device_ends(on_device, of
 
 @pytest.mark.parametrize("fraction", [None, 0.5])
 def test_with_the_same_kernel_every_loss_is_the_same(train, on_device, monkeypatch, fraction):
-    monkeypatch.setattr("onefold.optimizer.host_kernel", lambda *_: TorchKernel())
+    monkeypatch.setattr("onefold.optim.optimizer.host_kernel", lambda *_: TorchKernel())
     got = train("offload", until=200, fraction=fraction)
     assert got.losses == on_device.losses[:200]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import onefold
-from onefold.cores import share_of
-from onefold.native import TorchKernel
-from onefold.session import session_of
+from onefold.engine.session import session_of
+from onefold.optim.kernels.host import TorchKernel
+from onefold.system.cores import share_of
 from ranks import Stack, build
 
 
@@ -30,33 +30,22 @@ def test_shares_are_apart_while_there_are_cores(num_cores, num_ranks):
         assert len(used) == num_cores - num_ranks
 
 
-class Together:
-    """A rank of several, all told apart by where they may run."""
-
-    def __init__(self, rank, told):
-        self.rank, self._told = rank, told
-
-    def exchange_objects(self, mine):
-        return [(mine[0] if host is None else host, cores) for host, cores in self._told]
-
-
 @pytest.mark.parametrize(
     ("processors", "told", "want"),
     [
-        (float("inf"), [(None, tuple(range(64)))], [63]),
-        (4.0, [(None, tuple(range(64)))], [3]),
-        (1.5, [(None, tuple(range(64)))], [1]),
-        (100.0, [(None, tuple(range(64)))], [63]),
-        (8.0, [(None, tuple(range(64)))] * 2, [3, 3]),
-        (8.0, [(None, tuple(range(32))), (None, tuple(range(32, 64)))], [3, 3]),
-        (8.0, [(None, tuple(range(64))), ("elsewhere", tuple(range(64)))], [7]),
+        (float("inf"), [("here", tuple(range(64)))], [63]),
+        (4.0, [("here", tuple(range(64)))], [3]),
+        (1.5, [("here", tuple(range(64)))], [1]),
+        (100.0, [("here", tuple(range(64)))], [63]),
+        (8.0, [("here", tuple(range(64)))] * 2, [3, 3]),
+        (8.0, [("here", tuple(range(32))), ("here", tuple(range(32, 64)))], [3, 3]),
+        (8.0, [("here", tuple(range(64))), ("elsewhere", tuple(range(64)))], [7]),
     ],
 )
 def test_updates_have_no_more_threads_than_the_quota_of_processors(monkeypatch, processors, told, want):
-    monkeypatch.setattr(onefold.cores, "quota", lambda: processors)
+    monkeypatch.setattr(onefold.system.cores, "quota", lambda: processors)
     for rank, num_threads in enumerate(want):
-        monkeypatch.setattr(onefold.cores, "_allowed", lambda rank=rank: told[rank][1])
-        share = onefold.cores.update_cores(Together(rank, told))
+        share = onefold.system.cores.update_cores(rank, told)
         assert share.num_threads == num_threads
         assert len(share.cores) == len(told[rank][1]) // told.count(told[rank]) - 1
 
@@ -74,7 +63,7 @@ def watched(rank, num_ranks):
     before = os.sched_getaffinity(0)
     model = onefold.shard(build(Stack), onefold.OFFLOAD)
     kernel = Watching()
-    module = __import__("onefold.optimizer", fromlist=["host_kernel"])
+    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
     usual, module.host_kernel = module.host_kernel, lambda num_threads: kernel
     try:
         optimizer = onefold.SGD(model, lr=0.1)

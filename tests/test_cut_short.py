@@ -17,7 +17,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import OnefoldError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, build, same, tensors
 from test_gated import (
     STRESSED,

@@ -17,7 +17,7 @@ from onefold.deepspeed import examine, report, translate
 from onefold.deepspeed.report import manual
 from onefold.deepspeed.source import read
 from onefold.errors import ConfigError
-from onefold.plan import NAMED_PLANS, Placement, Plan, Tier
+from onefold.plan.table import NAMED_PLANS, Placement, Plan, Tier
 
 WHOLE, PART, HOST = Placement(False), Placement(True), Placement(True, Tier.HOST)
 PLANS = {**NAMED_PLANS, "part device, part host, part host": Plan(PART, HOST, HOST)}

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 import onefold
 from onefold.deepspeed import Given, report, translate
 from onefold.errors import ConfigError
-from onefold.plan import Placement, Plan, Tier
+from onefold.plan.table import Placement, Plan, Tier
 
 WHOLE, PART, HOST = Placement(False), Placement(True), Placement(True, Tier.HOST)
 ONE = {"train_batch_size": 1}

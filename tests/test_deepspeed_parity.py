@@ -11,7 +11,7 @@ import deepspeed_loops
 import deepspeed_truth
 from apart import finish, start
 from deepspeed_loops import CASES
-from onefold.cli import app
+from onefold.cli.main import app
 from onefold.deepspeed import DeepSpeedEngine
 from onefold.deepspeed.names import way_out
 from onefold.errors import CheckpointError

@@ -9,19 +9,19 @@ from torch import nn
 
 import onefold.deepspeed as deepspeed
 from deepspeed_models import LEVELS, SETTINGS, Net, loss_of, made, plain, same, values_of
-from onefold import nursery
 from onefold.deepspeed import zero
+from onefold.engine.released import metadata_only
 from onefold.errors import OnefoldError
-from onefold.released import metadata_only
+from onefold.setup import deferred_init
 from ranks import one_and_two_ranks
 
 
 def make_and_compare(rank, num_ranks, most):
-    bound, nursery._AWAKE_BYTES = nursery._AWAKE_BYTES, most
+    bound, deferred_init._AWAKE_BYTES = deferred_init._AWAKE_BYTES, most
     try:
         model = made(Net, 3 + rank)  # rank 0's values are everyone's
     finally:
-        nursery._AWAKE_BYTES = bound
+        deferred_init._AWAKE_BYTES = bound
     params = list(model.parameters())
     with metadata_only():
         held = sum(param.untyped_storage().nbytes() for param in params)

@@ -11,14 +11,12 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from runpy import run_path
 
 import pytest
 
 import deepspeed_keys
 import onefold
 from onefold import errors
-from test_floors import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -166,33 +164,7 @@ def test_a_decision_has_the_parts_of_the_template(page):
     assert parts[0] == parts[1]
 
 
-# --- the architecture page
-
-
-def files_by_floor(text):
-    """{floor: files} from the headings "### Floor 1: bytes" and the bullets under them that open with a file."""
-    floors = {}
-    headed = re.findall(r"^### (?:Floor \d: (\w+)|Roof)\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    for floor, body in headed:
-        floors[floor or "roof"] = re.findall(r"^- `(\w+)\.py`", body, re.MULTILINE)
-    return floors
-
-
-def test_architecture_puts_every_file_on_its_floor():
-    here = {path.stem for path in PACKAGE.glob("*.py")}
-    built = {floor: sorted(here.intersection(modules)) for floor, modules in FLOORS}
-    told = files_by_floor((DOCS / "architecture.md").read_text())
-    assert {floor: sorted(files) for floor, files in told.items()} == built
-
-
-def test_the_picture_shows_every_file_but_the_roof():
-    shown = re.findall(r"\b[a-z_]+\b", " ".join(re.findall(r">([^<]+)</text>", (DOCS / "house.svg").read_text())))
-    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} <= set(shown)
-
-
-def test_the_picture_is_what_its_script_draws():
-    house = run_path(str(ROOT / "scripts" / "house.py"))
-    assert (DOCS / "house.svg").read_text() == house["draw"](house["floors"]())
+# --- notes
 
 
 def notes():

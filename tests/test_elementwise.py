@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from onefold.elementwise import TorchRule, probe
 from onefold.errors import OptimizerError
+from onefold.optim.elementwise import TorchRule, probe
 
 NUM_STEPS = 10
 

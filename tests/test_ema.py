@@ -5,8 +5,8 @@ import torch
 
 import onefold
 from checkpoint_models import PLANS, Run, equal
+from onefold.engine.session import session_of
 from onefold.errors import OptimizerError
-from onefold.session import session_of
 
 DECAY = 0.75
 

@@ -20,7 +20,7 @@ from onefold.errors import (
     ReducedGradientError,
     ShardError,
 )
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import WIDTH, Block, Stack, build, every_plan, one_and_two_ranks, same, weights
 
 

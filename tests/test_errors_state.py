@@ -15,7 +15,7 @@ from torch.nn import functional
 import onefold
 from onefold import Precision
 from onefold.errors import OptimizerError, ReducedGradientError, ReleasedParameterError, ShardError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import WIDTH, Stack, build, every_plan, one_and_two_ranks, same, tensors, weights
 
 

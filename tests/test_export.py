@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import onefold
-from onefold import Precision, tensorfiles
+from onefold import Precision
 from onefold.errors import OnefoldError, PrecisionError, WeightsError
-from onefold.layout import boxes
-from onefold.plan import NAMED_PLANS
+from onefold.files import tensor_files
+from onefold.plan.layout import boxes
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, build, squared
 from test_meta_birth import live_bytes, on_meta, wide
 from test_zoo_huggingface import VOCABULARY, bert, gpt2, llama, lora, mixtral, t5, text
@@ -165,13 +166,13 @@ def test_files_keep_their_bound_and_the_index_says_where_everything_is(ranks, tm
     assert total == sum(param.nbytes for param in gpt2().parameters())
 
 
-@pytest.mark.parametrize("dtype", list(tensorfiles._DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", list(tensor_files._DTYPES), ids=str)
 def test_every_dtype_is_written_whole_and_read_in_part(tmp_path, dtype):
     want = torch.tensor([[0, 1], [1, 0], [1, 1]]).to(dtype)
-    entry = tensorfiles.Entry(name="x", shape=(3, 2), dtype=dtype, load=lambda: want)
-    tensorfiles.write_files(tmp_path, [entry], 1)
-    stored = tensorfiles.StoredTensors(tmp_path)
-    assert stored.tensors == {"x": tensorfiles.Stored(shape=(3, 2), dtype=dtype)}
+    entry = tensor_files.Entry(name="x", shape=(3, 2), dtype=dtype, load=lambda: want)
+    tensor_files.write_files(tmp_path, [entry], 1)
+    stored = tensor_files.StoredTensors(tmp_path)
+    assert stored.tensors == {"x": tensor_files.Stored(shape=(3, 2), dtype=dtype)}
     parts = [stored.read("x", box).reshape(-1) for box in boxes((3, 2), 1, 5)]
     assert all(part.dtype == dtype for part in parts)
     assert (
@@ -208,17 +209,17 @@ def test_of_a_peft_model_the_adapter_is_exported(ranks, tmp_path):
 def looked_at(rank, num_ranks, target):
     """The most bytes held while tensors are written, above those of the sharded model, and the bytes of the whole."""
     model = onefold.shard(on_meta(wide), onefold.ZERO_3)
-    before, seen, write = live_bytes(), [], tensorfiles._write_all
+    before, seen, write = live_bytes(), [], tensor_files._write_all
 
     def write_and_look(file, data):
         seen.append(live_bytes() - before)
         write(file, data)
 
-    tensorfiles._write_all = write_and_look
+    tensor_files._write_all = write_and_look
     try:
         onefold.export(model, target)
     finally:
-        tensorfiles._write_all = write
+        tensor_files._write_all = write
     return seen, sum(param.numel() * 4 for param in model.parameters())
 
 

@@ -14,7 +14,7 @@ import onefold
 from onefold import Precision
 from onefold.checkpoint.manifest import OWN
 from onefold.errors import CheckpointError, OnefoldError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Turn, build
 from test_checkpoint_damage import WAYS, harm, save_both
 from test_export import loaded, logits, tied_llama

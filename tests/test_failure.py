@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import onefold
+from onefold.comm.mesh import connect
+from onefold.engine.released import ReducedGradient
 from onefold.errors import OrderMismatchError
-from onefold.mesh import connect
-from onefold.plan import NAMED_PLANS
-from onefold.released import ReducedGradient
+from onefold.plan.table import NAMED_PLANS
 from onefold.testing import RankError
 from ranks import Stack, Turn, build, every_plan, one_and_two_ranks, weights
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import onefold
-from onefold import fraction as choice
+from onefold.engine.session import session_of
 from onefold.errors import PlanError
-from onefold.fraction import UnitStates, fitting
-from onefold.mix import UnitBytes, unit_plans
-from onefold.plan import OFFLOAD, OFFLOAD_3, ZERO_2, Tier
-from onefold.session import session_of
+from onefold.plan.mix import UnitBytes, unit_plans
+from onefold.plan.table import OFFLOAD, OFFLOAD_3, ZERO_2, Tier
+from onefold.setup import offload_fraction as choice
+from onefold.setup.offload_fraction import UnitStates, fitting
 from ranks import Stack, build
 
 UNITS = [UnitStates(size=UnitBytes(params=2 * n, grads=2 * n), optim=10 * n) for n in (100, 7, 7, 7, 50)]

@@ -10,8 +10,8 @@ import torch
 
 import onefold
 from onefold import Precision
-from onefold.native import TorchKernel
-from onefold.session import session_of
+from onefold.engine.session import session_of
+from onefold.optim.kernels.host import TorchKernel
 from ranks import Stack, Turn, build, same, tensors, weights
 
 PLANS = {
@@ -49,7 +49,7 @@ class Broken(TorchKernel):
 def prepared(plan, kernel, **options):
     """A model whose gradients are there, and its optimizer with `kernel` for the host."""
     model = onefold.shard(build(Stack), PLANS[plan] if isinstance(plan, str) else plan)
-    module = __import__("onefold.optimizer", fromlist=["host_kernel"])
+    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
     usual, module.host_kernel = module.host_kernel, lambda *_: kernel
     try:
         optimizer = onefold.SGD(model, lr=0.1, **options)

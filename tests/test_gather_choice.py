@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import onefold
+from onefold.comm.copies.shared_memory import MappedPool, SymmetricPool
+from onefold.comm.mesh import connect
 from onefold.errors import ShardError
-from onefold.gather import choose_gather
-from onefold.mesh import connect
-from onefold.pools import MappedPool, SymmetricPool
+from onefold.setup.gather_choice import choose_gather
 from ranks import Stack, build
 
 

@@ -6,8 +6,8 @@ import torch
 
 import onefold
 from gpu_models import Tower, gpus
-from onefold.peers import PeerComm
-from onefold.session import session_of
+from onefold.comm.copies.copy_collectives import PeerComm
+from onefold.engine.session import session_of
 
 WIDTH, DEPTH = 2048, 40
 UNIT_GRADIENTS = 2

@@ -11,8 +11,8 @@ import torch
 import onefold
 from gpu_models import Tower, gpus, train
 from onefold import Tier
-from onefold.plan import legal_plans
-from onefold.session import session_of
+from onefold.engine.session import session_of
+from onefold.plan.table import legal_plans
 
 TABLES = {
     str(plan): plan

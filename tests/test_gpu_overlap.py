@@ -10,7 +10,7 @@ import torch
 
 import onefold
 from gpu_models import Tower, gpus
-from onefold.session import session_of
+from onefold.engine.session import session_of
 from test_gpu_races import late
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096

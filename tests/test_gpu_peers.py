@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import onefold
-import onefold.mesh
+import onefold.comm.mesh
 from gpu_models import Tower, gpus
-from onefold.comm import GlooComm, NcclComm
-from onefold.fused import mean_on
-from onefold.mesh import connect
-from onefold.peers import PeerComm
-from onefold.pools import SymmetricPool
-from onefold.session import session_of
-from onefold.streams import lanes_for
-from onefold.sums import mean_of_rows
+from onefold.comm.comm import GlooComm, NcclComm
+from onefold.comm.copies.copy_collectives import PeerComm
+from onefold.comm.copies.shared_memory import SymmetricPool
+from onefold.comm.mesh import connect
+from onefold.comm.reductions import mean_of_rows
+from onefold.engine.session import session_of
+from onefold.memory.streams import lanes_for
+from onefold.optim.kernels.fused import mean_on
 from ranks import noticed_views
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096
@@ -43,7 +43,7 @@ def take_gpu(rank):
 def trained_over(rank, num_ranks, wire, *how):
     """As `trained`; `wire` is the Comm that carries what is not copied."""
     take_gpu(rank)
-    with mock.patch.object(onefold.mesh, "NcclComm", wire):
+    with mock.patch.object(onefold.comm.mesh, "NcclComm", wire):
         return trained(*how, rank)
 
 
@@ -115,7 +115,7 @@ def assert_alike(ranks, wire, plan, keep_bytes):
 
 def told_apart(rank, num_ranks):
     take_gpu(rank)
-    with mock.patch.object(onefold.mesh, "NcclComm", GlooComm):
+    with mock.patch.object(onefold.comm.mesh, "NcclComm", GlooComm):
         model = onefold.shard(Tower(256, 2).cuda(), onefold.ZERO_2, gather="copy")
     model(torch.ones(8, 256, device="cuda")).square().mean().backward()
     return noticed_views(model)

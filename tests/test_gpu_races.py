@@ -7,7 +7,7 @@ import torch
 
 import onefold
 from gpu_models import Tower, gpus
-from onefold.session import session_of
+from onefold.engine.session import session_of
 
 STEPS = 20
 

@@ -7,10 +7,10 @@ import torch
 
 import onefold
 from gpu_models import Tower, gpus
+from onefold.engine.session import session_of
 from onefold.errors import HostMemoryError
-from onefold.pages import Pages
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.memory.pinned import Pages
+from onefold.plan.table import NAMED_PLANS
 from test_gpu_races import late
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold import hostfit
 from onefold.errors import HostMemoryError
-from onefold.plan import NAMED_PLANS, Tier
+from onefold.plan.table import NAMED_PLANS, Tier
+from onefold.setup import host_memory_check
 from ranks import build
 
 WIDTH, DEPTH = 64, 4
@@ -32,8 +32,8 @@ class Deep(nn.Module):
 def sharded(rank, num_ranks, plan, available, device=PLENTY, params=None):
     """What `shard` said, where a machine has so much for all ranks, their models included."""
     with (
-        patch.object(hostfit, "available_bytes", lambda: available - num_ranks * PRESENT),
-        patch.object(hostfit, "device_bytes", lambda _: (device, device)),
+        patch.object(host_memory_check, "available_bytes", lambda: available - num_ranks * PRESENT),
+        patch.object(host_memory_check, "device_bytes", lambda _: (device, device)),
     ):
         try:
             onefold.shard(build(Deep), NAMED_PLANS[plan], precision=onefold.Precision(params=params))

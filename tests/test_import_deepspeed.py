@@ -19,12 +19,12 @@ from checkpoint_models import PRECISIONS
 from deepspeed_runs import AFTER, BEFORE, SETTINGS, STATES, VARIANTS, WARMUP, Net, groups, loss_of, schedule
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.storage import Reader
-from onefold.cli import app
+from onefold.cli.main import app
 from onefold.deepspeed.schedules import WarmupLR
 from onefold.errors import CheckpointError
-from onefold.importing import import_deepspeed
-from onefold.importing.deepspeed import Place, reader
-from onefold.plan import NAMED_PLANS
+from onefold.interop.imports import import_deepspeed
+from onefold.interop.imports.deepspeed import Place, reader
+from onefold.plan.table import NAMED_PLANS
 from ranks import needs_deepspeed
 
 CASES = [(num_ranks, name) for num_ranks, variants in VARIANTS.items() for name in variants]

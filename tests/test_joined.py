@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.over import OverComm
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.comm.wrappers import OverComm
+from onefold.engine.session import session_of
+from onefold.plan.table import NAMED_PLANS
 from ranks import Case, Lean, Stack, build, same, squared, train, weights
 
 Deep = partial(Stack, depth=12, block=Lean)

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, build, one_and_two_ranks
 
 UNITS = ("(root)", "blocks.0", "blocks.1", "blocks.2")

@@ -15,9 +15,10 @@ import pytest
 
 from hosts import this_host
 from launches import SOURCE, again, eventually, finish, launcher
-from onefold import interfaces, nodes, reach, variables
-from onefold import launch as local
 from onefold.errors import LaunchError
+from onefold.launch import launch as local
+from onefold.launch.cluster import env_forwarding, preflight, ssh_run
+from onefold.system import network_interfaces
 
 AWKWARD = ["two words", "$HOME $$ ${local_rank} `id`", 'it\'s "quoted"', "new\nline", "--help", "", "a\\b*", "é 😀"]
 
@@ -138,10 +139,10 @@ def test_a_node_that_does_not_hear_its_launcher_ends_its_ranks(launch):
 
 
 def test_a_launcher_is_heard_all_the_time(monkeypatch):
-    assert nodes._BEAT_S * 2 < nodes._SILENCE_S
-    monkeypatch.setattr(nodes, "_BEAT_S", 0.01)
+    assert ssh_run._BEAT_S * 2 < ssh_run._SILENCE_S
+    monkeypatch.setattr(ssh_run, "_BEAT_S", 0.01)
     hears = ["sh", "-c", "read one && read two && test -z $one$two"]
-    assert nodes.run({"machine": hears}, grace_s=1) == nodes.Ended()
+    assert ssh_run.run({"machine": hears}, grace_s=1) == ssh_run.Ended()
 
 
 # --- machines that cannot take part
@@ -178,7 +179,7 @@ def elsewhere(tmp_path):
 )
 def test_a_machine_that_cannot_take_part_is_known_with_the_reason(ssh, path, reason, elsewhere):
     environment = {"PYTHONPATH": f"{elsewhere / path}{os.pathsep}{SOURCE}"}
-    answers, reasons = reach.ask(ssh, {"a": environment}, elsewhere, patience_s=1 if "within" in reason else 60)
+    answers, reasons = preflight.ask(ssh, {"a": environment}, elsewhere, patience_s=1 if "within" in reason else 60)
     assert answers == {}
     assert reason in reasons["a"]
 
@@ -187,7 +188,7 @@ def test_machines_meet_at_an_address_that_all_know_and_a_free_port(tmp_path):
     greeting = ["sh", "-c", 'echo Welcome; exec sh -c "$2"', "ssh"]
     hosts = {host: {"PYTHONPATH": str(SOURCE)} for host in ("127.0.0.1", "me@127.0.0.2")}
     for _ in range(5):  # another test may take the port meanwhile
-        answers, reasons = reach.ask(greeting, hosts, tmp_path)
+        answers, reasons = preflight.ask(greeting, hosts, tmp_path)
         assert reasons == {}
         assert {host: answer.address for host, answer in answers.items()} == {
             "127.0.0.1": "127.0.0.1",
@@ -221,7 +222,7 @@ def test_no_run_starts_without_a_machine_and_every_missing_one_is_named(launch, 
         assert [line.partition(" ")[0] + " " for line in told] == missing
         assert not (launch.folder / "told").exists()
     with pytest.raises(LaunchError, match="cannot run no-such-ssh"):
-        reach.ask(["no-such-ssh"], {"a": {}}, launch.folder)
+        preflight.ask(["no-such-ssh"], {"a": {}}, launch.folder)
 
 
 def test_a_port_in_use_on_another_machine_ends_the_run_without_another_try(launch, ssh):
@@ -246,7 +247,7 @@ def test_a_port_in_use_on_another_machine_ends_the_run_without_another_try(launc
     ],
 )
 def test_ssh_never_asks_and_what_the_user_says_comes_first(command, port, words):
-    found = reach.ssh_words(command, port)
+    found = preflight.ssh_words(command, port)
     assert found[: len(words)] == words
     assert (len(found) > len(words)) == ("BatchMode=yes" in words)
 
@@ -255,14 +256,14 @@ def test_ssh_never_asks_and_what_the_user_says_comes_first(command, port, words)
     ("address", "interface"), [("127.0.0.1", "lo"), ("127.1.2.3", "lo"), ("::1", "lo"), ("", None)]
 )
 def test_gloo_uses_the_interface_that_leads_to_the_other_machine(address, interface):
-    assert interfaces.leading_to(address or "nobody.invalid") == interface
+    assert network_interfaces.leading_to(address or "nobody.invalid") == interface
 
 
 def test_a_name_that_means_this_machine_only_leads_nowhere(monkeypatch):
     # Debian writes `127.0.1.1 NAME` into /etc/hosts.
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *words, **more: real("127.0.1.1", *words, **more))
-    assert interfaces.leading_to("worker-0") is None
+    assert network_interfaces.leading_to("worker-0") is None
 
 
 @pytest.mark.parametrize("word", [*AWKWARD, "~", "!x", "#", "a=b", "*", "\t"])
@@ -270,7 +271,7 @@ def test_a_shell_takes_a_remote_line_apart_into_the_same_words(word, tmp_path):
     folder = tmp_path / "a folder's"
     folder.mkdir()
     tell = "import os, sys; print(repr((sys.argv[1:], os.environ['V'], os.getcwd())), end='')"
-    line = reach.remote_line(["python3", "-c", tell, word, "last"], {"V": word}, folder)
+    line = preflight.remote_line(["python3", "-c", tell, word, "last"], {"V": word}, folder)
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
     assert done.stdout == repr(([word, "last"], word, str(folder)))
 
@@ -284,4 +285,4 @@ def test_a_shell_takes_a_remote_line_apart_into_the_same_words(word, tmp_path):
     ],
 )
 def test_families_of_variables_are_forwarded_and_secrets_are_not(name, goes):
-    assert variables.forwarded({name: "x"}) == ({name: "x"} if goes else {})
+    assert env_forwarding.forwarded({name: "x"}) == ({name: "x"} if goes else {})

@@ -6,10 +6,13 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from onefold import affinity, cli, failure, hostfile, variables
-from onefold.cores import quota
+from onefold.cli import main
 from onefold.errors import LaunchError
-from onefold.hostfile import Host
+from onefold.launch import failure_report
+from onefold.launch.cluster import env_forwarding, hostfile
+from onefold.launch.cluster.hostfile import Host
+from onefold.system import affinity
+from onefold.system.cores import quota
 
 POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1))]
 
@@ -154,7 +157,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_starts(words, sa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    done = CliRunner().invoke(cli.app(), ["run", *filter(None, words.split(" ")), "train.py"])
+    done = CliRunner().invoke(main.app(), ["run", *filter(None, words.split(" ")), "train.py"])
     assert isinstance(done.exception, LaunchError), done.output
     assert said in str(done.exception)
 
@@ -174,7 +177,7 @@ def test_what_deepspeeds_launcher_takes_for_granted_may_be_written_out(words, to
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "train.py").touch()
     (tmp_path / ".deepspeed_env").write_text("\ufeffA=1\n")
-    done = CliRunner().invoke(cli.app(), ["run", "--dry_run", *words.split(), "train.py"])
+    done = CliRunner().invoke(main.app(), ["run", "--dry_run", *words.split(), "train.py"])
     assert done.exit_code == 0, done.exception
     assert ("1 variables from" in done.stderr) == told
     assert " A=1 " in done.stdout
@@ -183,12 +186,12 @@ def test_what_deepspeeds_launcher_takes_for_granted_may_be_written_out(words, to
 def test_cards_are_not_chosen_twice(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    done = CliRunner().invoke(cli.app(), ["run", "--include", "localhost:0", "train.py"])
+    done = CliRunner().invoke(main.app(), ["run", "--include", "localhost:0", "train.py"])
     assert "CUDA_VISIBLE_DEVICES=4,5 and --include or --exclude both choose GPUs" in str(done.exception)
 
 
 def test_every_command_is_found_by_its_file():
-    listed = CliRunner().invoke(cli.app(), ["--help"])
+    listed = CliRunner().invoke(main.app(), ["--help"])
     assert listed.exit_code == 0
     assert {"run", "report"} <= set(listed.output.split())
 
@@ -200,7 +203,7 @@ def test_a_wrong_line_of_deepspeed_env_is_named(tmp_path, text, said):
     path = tmp_path / ".deepspeed_env"
     path.write_text(text)
     with pytest.raises(LaunchError) as caught:
-        variables.read_env_file(path)
+        env_forwarding.read_env_file(path)
     assert f"{path}, {said}" in str(caught.value)
 
 
@@ -209,9 +212,12 @@ def test_the_nearer_deepspeed_env_wins(tmp_path):
     for folder in (home, here):
         folder.mkdir()
         (folder / ".deepspeed_env").write_text("export A=1\n")
-    assert variables.env_files(".deepspeed_env", [home, here]) == [home / ".deepspeed_env", here / ".deepspeed_env"]
-    assert variables.env_files(".deepspeed_env", [here, here]) == [here / ".deepspeed_env"]
-    assert variables.read_env_file(home / ".deepspeed_env") == {"A": "1"}
+    assert env_forwarding.env_files(".deepspeed_env", [home, here]) == [
+        home / ".deepspeed_env",
+        here / ".deepspeed_env",
+    ]
+    assert env_forwarding.env_files(".deepspeed_env", [here, here]) == [here / ".deepspeed_env"]
+    assert env_forwarding.read_env_file(home / ".deepspeed_env") == {"A": "1"}
 
 
 # --- cores
@@ -296,7 +302,7 @@ AFTERMATH = """terminate called without an active exception
 def test_the_last_traceback_comes_with_what_it_chains_to_and_nothing_else(tmp_path, prefix, after):
     path = tmp_path / "stderr.log"
     path.write_text("".join(f"{prefix}{line}" for line in CHAINED.splitlines(keepends=True)) + after)
-    said = failure.last_words(path)
+    said = failure_report.last_words(path)
     assert said.startswith('Traceback (most recent call last):\n  File "a.py", line 1')
     assert said.endswith("RuntimeError: cannot go on")
 
@@ -315,7 +321,7 @@ def test_the_last_traceback_comes_with_what_it_chains_to_and_nothing_else(tmp_pa
     ids=str,
 )
 def test_a_death_has_the_code_that_a_shell_shows_and_its_cause_in_words(ended, code, said):
-    found = failure.first({rank: (each, None) for rank, each in ended.items()})
+    found = failure_report.first({rank: (each, None) for rank, each in ended.items()})
     assert found.code == code
     assert found.text().startswith(f"onefold run: {said}")
 
@@ -327,6 +333,6 @@ def test_the_first_to_fail_is_the_one_whose_last_words_are_oldest(tmp_path):
         path.write_text(f"Traceback (most recent call last):\nError: {rank}\n")
         os.utime(path, (at, at))
         ended[rank] = (code, path)
-    found = failure.first(ended)
+    found = failure_report.first(ended)
     assert (found.rank, found.code) == (1, 1)
-    assert failure.Failure.decode(found.encode()) == found
+    assert failure_report.Failure.decode(found.encode()) == found

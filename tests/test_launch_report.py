@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from onefold import cli
-from onefold.report import report
+from onefold.cli import main
+from onefold.cli.report import report
 
 PARTS = ["versions", "machine", "cards", "links", "kernels", "missing"]
 
@@ -27,7 +27,7 @@ def parts(text):
 
 
 def test_a_report_has_all_its_parts():
-    done = CliRunner().invoke(cli.app(), ["report"])
+    done = CliRunner().invoke(main.app(), ["report"])
     assert done.exit_code == 0
     found = parts(done.output)
     assert list(found) == PARTS
@@ -50,7 +50,7 @@ def test_a_job_script_can_ask_whether_a_configuration_can_be_used(tmp_path, text
     path = tmp_path / "ds_config.json"
     if text is not None:
         path.write_text(text)
-    done = CliRunner().invoke(cli.app(), ["report", "--config", str(path)])
+    done = CliRunner().invoke(main.app(), ["report", "--config", str(path)])
     assert done.exit_code == code
     assert said in done.stdout
 

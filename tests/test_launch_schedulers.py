@@ -10,9 +10,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from onefold import cli
+from onefold.cli import main
 from onefold.errors import LaunchError
-from onefold.schedulers import job_name
+from onefold.launch.cluster.schedulers import job_name
 
 AWKWARD = [
     "two words",
@@ -35,7 +35,7 @@ def written(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
     def run(*words):
-        done = CliRunner().invoke(cli.app(), ["run", *words, "my/Train_1.py", *AWKWARD])
+        done = CliRunner().invoke(main.app(), ["run", *words, "my/Train_1.py", *AWKWARD])
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         return done

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onefold.layout import ALIGN_NUMEL, Box, Layout, Piece, align, boxes
+from onefold.plan.layout import ALIGN_NUMEL, Box, Layout, Piece, align, boxes
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 MODELS = st.lists(SHAPES, max_size=8).map(lambda shapes: [(f"p{i}", shape) for i, shape in enumerate(shapes)])

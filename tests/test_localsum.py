@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold import localsum
-from onefold.layout import Layout
-from onefold.localsum import LocalSum
+from onefold.engine import grad_accumulator
+from onefold.engine.grad_accumulator import LocalSum
+from onefold.plan.layout import Layout
 
 SHAPES = ((3, 5), (), (0,), (7,), (4, 4))
 LAYOUT = Layout.pack([(str(place), shape) for place, shape in enumerate(SHAPES)], 2)
@@ -26,7 +26,7 @@ def gradients(seed):
 
 @pytest.fixture(autouse=True)
 def _small_ones_too(monkeypatch):
-    monkeypatch.setattr(localsum, "_LOOSE_BYTES", 0)
+    monkeypatch.setattr(grad_accumulator, "_LOOSE_BYTES", 0)
 
 
 def test_large_gradients_are_taken_as_they_came():
@@ -38,7 +38,7 @@ def test_large_gradients_are_taken_as_they_came():
 
 
 def test_small_gradients_are_copied_together(monkeypatch):
-    monkeypatch.setattr(localsum, "_LOOSE_BYTES", LAYOUT.numel * 4 + 1)
+    monkeypatch.setattr(grad_accumulator, "_LOOSE_BYTES", LAYOUT.numel * 4 + 1)
     local = local_sum(True)
     local.add(gradients(0))
     assert len(local.take()) == 1

@@ -12,9 +12,10 @@ from torch import nn
 
 import onefold
 from mesh_models import CPU, PATIENCE_S, PLANS, grid, same_bits, sharded
-from onefold import Precision, mesh
+from onefold import Precision
+from onefold.comm import mesh
 from onefold.errors import OnefoldError
-from onefold.streams import Ticket
+from onefold.memory.streams import Ticket
 from ranks import (
     WIDTH,
     Block,

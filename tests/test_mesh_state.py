@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import onefold
 from checkpoint_models import Run, equal
 from mesh_models import CPU, PATIENCE_S, PLANS, grid, same_bits, sharded
-from onefold import Precision, mesh
-from onefold.over import CountingComm
-from onefold.session import session_of
+from onefold import Precision
+from onefold.comm import mesh
+from onefold.comm.wrappers import CountingComm
+from onefold.engine.session import session_of
 from ranks import Stack, Turn, build, weights
 
 BF16 = Precision(params="bf16")

@@ -11,7 +11,7 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import PLANS, every_plan, weights
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.buffer import Buffer
 from onefold.errors import ShardError
-from onefold.plan import NAMED_PLANS
+from onefold.memory.buffer import Buffer
+from onefold.plan.table import NAMED_PLANS
 
 
 def on_meta(make):
@@ -39,7 +39,7 @@ def live_bytes():
 
 def bytes_on_the_way(rank, num_ranks, plan):
     """The most bytes held at any unit's birth, after it and in the middle of its move into flat buffers."""
-    module, seen = sys.modules["onefold.shard"], []
+    module, seen = sys.modules["onefold.setup.shard"], []
     materialize, settle, before = module.materialize, Buffer.settle, live_bytes()
 
     def materialize_and_look(*arguments):

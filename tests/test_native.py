@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onefold import rules
-from onefold.buffer import CopyMaster, OwnMaster, SplitMaster
-from onefold.dtypes import join, split
-from onefold.native import (
+from onefold.memory.buffer import CopyMaster, OwnMaster, SplitMaster
+from onefold.optim import rules
+from onefold.optim.kernels.host import (
     LEVELS,
     NativeKernel,
     Run,
@@ -30,6 +29,7 @@ from onefold.native import (
     levels,
     load_library,
 )
+from onefold.plan.precision import join, split
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = {"own": FP32, "split": BF16, "copy of bf16": BF16, "copy of fp16": FP16}

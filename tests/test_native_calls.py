@@ -6,9 +6,9 @@ Pointers carry no types: a wrong tensor that got through would be read as someth
 import pytest
 import torch
 
-from onefold import rules
 from onefold.errors import OptimizerError
-from onefold.native import NativeKernel, Run, Step, TorchKernel
+from onefold.optim import rules
+from onefold.optim.kernels.host import NativeKernel, Run, Step, TorchKernel
 from test_native import BF16, FP16, FP32, every_kernel, library
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold import native, rules
-from onefold.native import LEVELS, Run, Step, host_kernel, levels, load_library
+from onefold.optim import rules
+from onefold.optim.kernels import host
+from onefold.optim.kernels.host import LEVELS, Run, Step, host_kernel, levels, load_library
 from test_native import library
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +38,9 @@ def test_threads_are_those_asked_for_or_torchs():
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    with pytest.raises(OSError, match=f"has ABI {native.ABI - 1}, .* needs {native.ABI}: install"):
-        load_library(native.find_library())
+    monkeypatch.setattr(host, "ABI", host.ABI + 1)
+    with pytest.raises(OSError, match=f"has ABI {host.ABI - 1}, .* needs {host.ABI}: install"):
+        load_library(host.find_library())
 
 
 @pytest.mark.parametrize("content", [None, b"no library"], ids=["missing", "broken"])
@@ -74,7 +75,7 @@ def assert_torch_does_it(path, caplog):
 )
 def test_threads_that_openmp_binds_are_said_once(env, is_bound):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_P", "GOMP_", "KMP_"))}
-    code = "from onefold.native import host_kernel; host_kernel(2); print(host_kernel(2).name)"
+    code = "from onefold.optim.kernels.host import host_kernel; host_kernel(2); print(host_kernel(2).name)"
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("native")
@@ -95,7 +96,7 @@ def step_twice():
     for _ in range(2):
         kernel, run = host_kernel(), Run(weight=torch.ones(3), exact=None, grad=torch.ones(3), state={})
         kernel.update(run, Step(rule=rule, hyper=rule.defaults(), number=1))
-        print(kernel.name, *run.weight.tolist(), native.__file__)
+        print(kernel.name, *run.weight.tolist(), host.__file__)
 
 
 @pytest.mark.parametrize("env", [NO_COMPILER, NO_PATH], ids=["no compiler", "empty PATH"])
@@ -109,7 +110,7 @@ def test_without_a_compiler_the_package_installs_and_works(env, tmp_path):
     command = [sys.executable, "-S", "-c", "import test_native_install as t; t.step_twice()"]
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), *sys.path])}
     result = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
-    said = f"torch 0.5 0.5 0.5 {tmp_path / 'site' / 'onefold' / 'native.py'}"
+    said = f"torch 0.5 0.5 0.5 {tmp_path / 'site' / 'onefold' / 'optim' / 'kernels' / 'host.py'}"
     assert result.stdout.splitlines() == [said] * 2, result.stderr
     assert result.stderr.count("no compiled host kernels (the package was installed without them)") == 1
 

@@ -17,13 +17,13 @@ from torch import nn
 
 import onefold
 from onefold import Placement, Plan, Precision, Tier
+from onefold.comm.pending_gathers import _PATIENCE_S
+from onefold.engine.session import session_of
 from onefold.errors import HostMemoryError, PlanError
-from onefold.native import TorchKernel
-from onefold.plan import legal_plans
-from onefold.refreshes import _PATIENCE_S
-from onefold.session import session_of
-from onefold.streams import HostLanes
-from onefold.tier import Host, available_bytes
+from onefold.memory.streams import HostLanes
+from onefold.optim.kernels.host import TorchKernel
+from onefold.plan.table import legal_plans
+from onefold.tiers.tier import Host, available_bytes
 from ranks import Stack, Turn, build, same, tensors, weights
 
 TABLES = {
@@ -106,7 +106,7 @@ ROOTLESS = ("sgd", "lion", "rmsprop")
 
 def in_torch(rank, num_ranks, *arguments):
     """`run` with torch's kernel in the compiled one's place."""
-    module = __import__("onefold.optimizer", fromlist=["host_kernel"])
+    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
     compiled, module.host_kernel = module.host_kernel, lambda *_: TorchKernel()
     try:
         return run(rank, num_ranks, *arguments)

@@ -12,9 +12,9 @@ from torch import nn
 
 import onefold
 from onefold import Precision
+from onefold.engine.session import session_of
 from onefold.errors import OrderMismatchError
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.plan.table import NAMED_PLANS
 from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, train, weights
 
 PATIENCE_S = 240.0

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import onefold
 from onefold import DynamicLossScale, Precision
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import PLANS, build, every_plan, weights
 
 STEPS, MICRO, ROWS = 5, 2, 3

@@ -14,14 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold import inbox, localsum, peers
+from onefold.comm.copies import copy_collectives, staging
+from onefold.comm.copies.copy_collectives import PeerComm, place_of
+from onefold.comm.copies.shared_memory import MappedPool
+from onefold.comm.mesh import connect
+from onefold.comm.reductions import mean_of_rows
+from onefold.comm.wrappers import CountingComm
+from onefold.engine import grad_accumulator
+from onefold.engine.session import session_of
 from onefold.errors import OrderMismatchError
-from onefold.mesh import connect
-from onefold.over import CountingComm
-from onefold.peers import PeerComm, place_of
-from onefold.pools import MappedPool
-from onefold.session import session_of
-from onefold.sums import mean_of_rows
 from ranks import Stack, Turn, build, same, weights
 
 PLANS = {
@@ -105,7 +106,7 @@ class Witness:
 def late_copies(generator):
     """Copies that are now and then long after the ranks met."""
     with ExitStack() as stack:
-        for module in (peers, inbox):
+        for module in (copy_collectives, staging):
             late = partial(copy_late, generator, module._copy)
             stack.enter_context(patch.object(module, "_copy", late))
         yield
@@ -120,8 +121,8 @@ def copy_late(generator, copy, *given):
 def small_chunks():
     """As if buffers were large: gradients are reduced where they are, in several chunks."""
     with (
-        patch.object(localsum, "_LOOSE_BYTES", 0),
-        patch.multiple(inbox, _BYTES=0, _ALIGNMENT=64),
+        patch.object(grad_accumulator, "_LOOSE_BYTES", 0),
+        patch.multiple(staging, _BYTES=0, _ALIGNMENT=64),
     ):
         yield
 

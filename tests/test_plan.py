@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from onefold.errors import OnefoldError, PlanError
-from onefold.plan import (
+from onefold.plan.table import (
     INFINITY,
     LAWS,
     NAMED_PLANS,

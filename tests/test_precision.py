@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import onefold
-from onefold import DynamicLossScale, Precision, gradients, sums
-from onefold.plan import NAMED_PLANS
+from onefold import DynamicLossScale, Precision
+from onefold.comm import reductions
+from onefold.engine import gradients
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, build, every_plan, grads, one_and_two_ranks, weights
 
 SPLIT, WHOLE = Precision(params="bf16"), Precision(params="bf16", master="fp32")
@@ -379,14 +381,14 @@ def test_batch_norm_and_buffers_keep_their_dtypes_and_train(ranks, dtype, plan):
 @pytest.mark.parametrize("numel", [0, 16, 4096, 4112, 100_000])
 def test_squares_summed_by_rows_are_the_exact_ones_to_rounding(numel, dtype):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    quick, exact = sums._squares_by_rows(values), sums.exact_squares(values)
+    quick, exact = reductions._squares_by_rows(values), reductions.exact_squares(values)
     assert quick.dtype == torch.float64
     assert float(quick) == pytest.approx(float(exact), rel=1e-5)
 
 
 def test_finite_gradients_that_overflow_a_quick_sum_are_no_overflow(monkeypatch):
     """On a GPU rows are summed in fp32, whose largest number is about 3e38."""
-    monkeypatch.setattr(gradients, "squares", sums._squares_by_rows)
+    monkeypatch.setattr(gradients, "squares", reductions._squares_by_rows)
     model = onefold.shard(nn.Linear(64, 64, bias=False), onefold.ZERO_2)
     optimizer = onefold.SGD(model, lr=0.0)
     (model(torch.ones(1, 64)).sum() * 1e25).backward()

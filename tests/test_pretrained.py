@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import onefold
-from onefold import Precision, tensorfiles
+from onefold import Precision
+from onefold.engine.session import session_of
 from onefold.errors import OnefoldError, WeightsError
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.files import tensor_files
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, build, squared
 from test_export import Odd, logits, tied_llama
 from test_meta_birth import live_bytes, on_meta
@@ -168,18 +169,18 @@ def counted(rank, num_ranks, plan, precision, directory):
     """Bytes read, the most bytes held meanwhile above those of the sharded model, and the largest unit's part of it."""
     model = onefold.shard(on_meta(wide), NAMED_PLANS[plan], precision=precision)
     Counting.nbytes, before, seen = 0, live_bytes(), []
-    real_open, real_read = tensorfiles.safe_open, tensorfiles.StoredTensors.read
+    real_open, real_read = tensor_files.safe_open, tensor_files.StoredTensors.read
 
     def read_and_look(self, name, box):
         seen.append(live_bytes() - before)
         return real_read(self, name, box).clone()  # a view of the mapped file would count as the whole file
 
-    tensorfiles.safe_open = lambda *args, **more: Counting(real_open(*args, **more))
-    tensorfiles.StoredTensors.read = read_and_look
+    tensor_files.safe_open = lambda *args, **more: Counting(real_open(*args, **more))
+    tensor_files.StoredTensors.read = read_and_look
     try:
         onefold.load_pretrained(model, directory)
     finally:
-        tensorfiles.safe_open, tensorfiles.StoredTensors.read = real_open, real_read
+        tensor_files.safe_open, tensor_files.StoredTensors.read = real_open, real_read
     sizes = [unit.nbytes for unit in session_of(model, "the test").runtime.units]
     return Counting.nbytes, max(seen), max(sizes) / sum(sizes)
 

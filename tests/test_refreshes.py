@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import onefold
 from onefold import Tier
-from onefold.native import TorchKernel
-from onefold.refreshes import Refresh, Refreshes
-from onefold.session import session_of
-from onefold.streams import Ticket
+from onefold.comm.pending_gathers import Refresh, Refreshes
+from onefold.engine.session import session_of
+from onefold.memory.streams import Ticket
+from onefold.optim.kernels.host import TorchKernel
 from ranks import Stack, Turn, build, same, weights
 
 PLANS = {"offload": onefold.OFFLOAD, "half": onefold.OFFLOAD.keeping(0.5)}
@@ -94,7 +94,7 @@ class Broken(TorchKernel):
 
 def broken(rank, num_ranks, plan, bad_rank):
     """How often the forward after a step fails until it does not."""
-    module = __import__("onefold.optimizer", fromlist=["host_kernel"])
+    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
     usual = module.host_kernel
     module.host_kernel = (lambda *_: Broken()) if rank == bad_rank else usual
     try:

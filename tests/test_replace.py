@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from onefold import replace
-from onefold.replace import replacing
+from onefold.system import atomic_replace
+from onefold.system.atomic_replace import replacing
 
 # The module alone, without torch, so that a process is up in a moment.
 SCRIPT = f"""
 import importlib.util, os, signal, sys
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("replace", {replace.__file__!r})
+spec = importlib.util.spec_from_file_location("replace", {atomic_replace.__file__!r})
 replace = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(replace)
 die = lambda *args, **more: os.kill(os.getpid(), signal.SIGKILL)
@@ -23,7 +23,7 @@ def rename_or_die(self, target):
     renames.append(target)
     return rename(self, target) if len(renames) < 2 else die()
 {{}}
-with replace.replacing(Path(sys.argv[1]), lambda name: name == "weights") as fresh:
+with atomic_replace.replacing(Path(sys.argv[1]), lambda name: name == "weights") as fresh:
     (fresh / "weights").write_text("new")
     {{}}
 """
@@ -55,7 +55,7 @@ def test_a_process_that_is_killed_leaves_a_whole_directory(tmp_path, name):
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_replacement_takes_over_what_it_does_not_bring(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
-        monkeypatch.setattr(replace, "exchange", lambda *paths: EINVAL)
+        monkeypatch.setattr(atomic_replace, "exchange", lambda *paths: EINVAL)
     target = tmp_path / "deep" / "out"
     for text, kept in (("one", []), ("two", ["link", "notes"])):
         with replacing(target, lambda name: name.startswith("weights")) as fresh:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan import NAMED_PLANS
-from onefold.session import session_of
+from onefold.engine.session import session_of
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, average, build, noticed_views, same, squared, tensors, weights
 
 whole_plans = pytest.mark.parametrize("plan", ["zero_1", "zero_2", "offload"])

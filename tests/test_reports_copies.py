@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import onefold
 from onefold.errors import OnefoldError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, average, build, every_plan, one_and_two_ranks, same, squared, tensors, weights
 
 WAY_OUT = r"gathered|onefold\.(shard|save|export)"

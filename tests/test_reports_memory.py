@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import build, every_plan, one_and_two_ranks
 
 WIDTH, DEPTH = 64, 12

@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import (
     WIDTH,
     Block,

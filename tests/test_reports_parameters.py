@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, one_and_two_ranks, squared, train
 
 # --- parameters that are idle in some steps

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 
 import onefold
 from onefold import DynamicLossScale, Precision
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import (
     Case,
     Stack,

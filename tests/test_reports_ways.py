@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import onefold
 from onefold import Precision
 from onefold.errors import OnefoldError
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Block, Case, Stack, build, every_plan, grads, same, squared, tensors, thinned, train, weights
 
 SCALED = Precision(loss_scale=256.0)

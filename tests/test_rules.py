@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold import rules
 from onefold.errors import OptimizerError
+from onefold.optim import rules
 
 NUM_STEPS = 40
 CASES = [

@@ -21,10 +21,10 @@ from checkpoint_faults import SmallRun, after, hold_copies, same
 from onefold.checkpoint.copies import Copies
 from onefold.checkpoint.entries import Reading, whole_entry
 from onefold.checkpoint.files import Files
+from onefold.engine.session import session_of
 from onefold.errors import CheckpointError, HostMemoryError
-from onefold.pages import PIECE_BYTES, LockedRoom, Pages, PlainRoom
-from onefold.session import session_of
-from onefold.streams import HostLanes, Ticket
+from onefold.memory.pinned import PIECE_BYTES, LockedRoom, Pages, PlainRoom
+from onefold.memory.streams import HostLanes, Ticket
 from test_checkpoint_async import Gated, opening
 
 

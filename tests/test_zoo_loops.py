@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import onefold
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 from ranks import Stack, Turn, average, build, same, tensors, thinned, weights
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 
 PlanName = enum.StrEnum("PlanName", {name: name for name in NAMED_PLANS})
 """The names of the plans, from Onefold itself."""

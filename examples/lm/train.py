@@ -20,7 +20,7 @@ import onefold
 import report
 from config import Config, Device, PrecisionName, command
 from model import GPT, Shape, generate
-from onefold.plan import NAMED_PLANS
+from onefold.plan.table import NAMED_PLANS
 
 
 class Trainer:

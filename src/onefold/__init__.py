@@ -2,16 +2,16 @@
 once."""
 
 from onefold import errors
-from onefold.access import accumulate, gathered, measured, predicted
-from onefold.budget import Budget
 from onefold.checkpoint import load, save
-from onefold.dtypes import DynamicLossScale, Precision
-from onefold.ema import EMA
-from onefold.export import export, full_state_dict
-from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
-from onefold.plan import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
-from onefold.pretrained import load_pretrained
-from onefold.shard import shard
+from onefold.interop.huggingface.export import export, full_state_dict
+from onefold.interop.huggingface.pretrained import load_pretrained
+from onefold.optim.ema import EMA
+from onefold.optim.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
+from onefold.plan.budget import Budget
+from onefold.plan.precision import DynamicLossScale, Precision
+from onefold.plan.table import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
+from onefold.setup.gathered import accumulate, gathered, measured, predicted
+from onefold.setup.shard import shard
 
 __all__ = [
     "EMA",

@@ -1,6 +1,6 @@
 """Owns `python -m onefold`, which is the command `onefold`."""
 
-from onefold.cli import main
+from onefold.cli.main import main
 
 if __name__ == "__main__":
     main()

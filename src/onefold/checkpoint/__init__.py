@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.ema import EMA
-from onefold.optimizer import Optimizer
-from onefold.session import session_met
+from onefold.engine.session import session_met
+from onefold.optim.ema import EMA
+from onefold.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import, which only runs that save should spend
     from onefold.checkpoint.files import Files

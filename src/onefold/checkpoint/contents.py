@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.buffer import SplitMaster
 from onefold.checkpoint.codec import Keep, dtype_name, encode
 from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, param_names, persistent_buffers, whole_entry
-from onefold.ema import EMA
+from onefold.engine.session import Session
 from onefold.errors import CheckpointError, WeightsError
-from onefold.naming import all_tensors, modules_with_more, named_tensors, written_names
-from onefold.optimizer import Optimizer
-from onefold.session import Session
+from onefold.files.names import all_tensors, modules_with_more, named_tensors, written_names
+from onefold.memory.buffer import SplitMaster
+from onefold.optim.ema import EMA
+from onefold.optim.optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

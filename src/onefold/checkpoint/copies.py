@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.entries import Entry, Reading, copy_of
-from onefold.pages import PIECE_BYTES, LockedRoom, PlainRoom, Room
-from onefold.streams import Lanes, Ticket
+from onefold.memory.pinned import PIECE_BYTES, LockedRoom, PlainRoom, Room
+from onefold.memory.streams import Lanes, Ticket
 
 _ALIGN_BYTES = 64
 _MOST_UNDER_WAY = 8

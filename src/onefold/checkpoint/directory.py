@@ -20,7 +20,7 @@ from pathlib import Path
 from onefold.checkpoint.files import Files, Lock, named
 from onefold.checkpoint.manifest import MANIFEST, SHARED, read_manifest
 from onefold.errors import CheckpointError
-from onefold.replace import put_in_place
+from onefold.system.atomic_replace import put_in_place
 
 LATEST = "latest"
 _LOCK = "lock"

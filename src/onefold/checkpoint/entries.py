@@ -18,16 +18,16 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from onefold.buffer import Master, OwnMaster, exact_dtype
-from onefold.comm import Comm
-from onefold.ema import EMA
-from onefold.flat import Flat, Trained
-from onefold.layout import Layout, boxes
-from onefold.naming import all_tensors
-from onefold.optimizer import Optimizer
-from onefold.plan import Tier
-from onefold.session import Session
-from onefold.update import FlatUpdate
+from onefold.comm.comm import Comm
+from onefold.engine.flat import Flat, Trained
+from onefold.engine.session import Session
+from onefold.files.names import all_tensors
+from onefold.memory.buffer import Master, OwnMaster, exact_dtype
+from onefold.optim.ema import EMA
+from onefold.optim.optimizer import Optimizer
+from onefold.optim.update import FlatUpdate
+from onefold.plan.layout import Layout, boxes
+from onefold.plan.table import Tier
 
 
 class Reading(Enum):

@@ -19,9 +19,9 @@ from onefold.checkpoint.codec import dtype_of
 from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
 from onefold.checkpoint.manifest import SHARED, understood
 from onefold.checkpoint.storage import Reader
-from onefold.dtypes import Precision, split
 from onefold.errors import CheckpointError
-from onefold.tensorfiles import Entry, prevailing_dtype, write_files, written_dtype
+from onefold.files.tensor_files import Entry, prevailing_dtype, write_files, written_dtype
+from onefold.plan.precision import Precision, split
 
 Replace = Callable[[Callable[[Path], None]], None]
 """Lets what it is given write a directory, which takes its place once all of it is on disk, and else never was."""

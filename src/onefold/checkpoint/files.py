@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import CheckpointError
-from onefold.replace import exchange
+from onefold.system.atomic_replace import exchange
 
 LEAST_BLOCK, MOST_BLOCK = 2**10, 2**16
 _BLOCKS_OF_A_TENSOR = 256

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from onefold.agree import together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
 from onefold.checkpoint.contents import check_given, check_same, several
@@ -26,13 +25,14 @@ from onefold.checkpoint.plans import EntryLoadPlanner
 from onefold.checkpoint.saving import as_ours
 from onefold.checkpoint.storage import Reader
 from onefold.checkpoint.writing import alone_is_fine, failure
-from onefold.comm import Comm
-from onefold.ema import EMA
+from onefold.comm.agreement import together
+from onefold.comm.comm import Comm
+from onefold.engine.session import Session
 from onefold.errors import CheckpointError, OptimizerError
-from onefold.naming import modules_with_more
-from onefold.optimizer import Optimizer
-from onefold.session import Session
-from onefold.update import FlatUpdate
+from onefold.files.names import modules_with_more
+from onefold.optim.ema import EMA
+from onefold.optim.optimizer import Optimizer
+from onefold.optim.update import FlatUpdate
 
 
 def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:

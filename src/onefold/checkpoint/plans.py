@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from onefold.checkpoint.entries import Entry
 from onefold.errors import CheckpointError
-from onefold.layout import Box, boxes
+from onefold.plan.layout import Box, boxes
 
 _Place = tuple[str, torch.Size]
 _PIECE_NUMEL = 2**19

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.agree import together
-from onefold.alone import LocalComm
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents, merge_states
 from onefold.checkpoint.copies import Copies, new_room, room_bytes
@@ -19,10 +17,12 @@ from onefold.checkpoint.directory import Workplace, is_reserved
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.conversation import Conversation
+from onefold.comm.agreement import together
+from onefold.comm.local import LocalComm
+from onefold.comm.side_channel import Conversation
+from onefold.engine.session import Session
 from onefold.errors import CheckpointError, HostMemoryError, OnefoldError
-from onefold.session import Session
-from onefold.tier import available_bytes
+from onefold.tiers.tier import available_bytes
 
 if TYPE_CHECKING:
     from onefold.checkpoint.storage import Part

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from onefold.deepspeed.spec import NATIVE, OptimizerSpec, Translation, UncorrectedAdam
-from onefold.dtypes import DynamicLossScale
 from onefold.errors import OptimizerError
-from onefold.optimizer import Optimizer
-from onefold.optimizers import Elementwise
+from onefold.optim.optimizer import Optimizer
+from onefold.optim.optimizers import Elementwise
+from onefold.plan.precision import DynamicLossScale
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
 """Arguments of torch's classes that say how they compute, not what."""

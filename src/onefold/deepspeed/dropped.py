@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from onefold.flat import checksum
-from onefold.nursery import nursery_of
-from onefold.session import owner_session
+from onefold.engine.flat import checksum
+from onefold.engine.session import owner_session
+from onefold.setup.deferred_init import nursery_of
 
 _log = logging.getLogger("onefold")
 _TOLD = "_onefold_told_dropped"

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.access import accumulate
 from onefold.deepspeed.config import Config
 from onefold.deepspeed.division import Division, already_divided
 from onefold.deepspeed.loader import DeepSpeedDataLoader, make_loader
 from onefold.deepspeed.names import told
 from onefold.deepspeed.saves import Saves
 from onefold.deepspeed.spec import Translation
+from onefold.engine.hooks import change_entering
+from onefold.engine.session import session_of
 from onefold.errors import EngineError
-from onefold.hooks import change_entering
-from onefold.optimizer import Optimizer
-from onefold.session import session_of
-from onefold.shard import compile_units
+from onefold.optim.optimizer import Optimizer
+from onefold.setup.gathered import accumulate
+from onefold.setup.shard import compile_units
 
 _log = logging.getLogger("onefold")
 _TRAIN = "train"

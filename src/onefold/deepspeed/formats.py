@@ -4,7 +4,7 @@ import torch
 
 from onefold.deepspeed.sections import BF16, FP16, DataTypes
 from onefold.deepspeed.walk import Reading
-from onefold.dtypes import DynamicLossScale, Precision
+from onefold.plan.precision import DynamicLossScale, Precision
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16}
 _AUTOCAST_SCALE = DynamicLossScale(initial=2.0**16, window=2000, hysteresis=1, raise_at_minimum=False)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm import start
+from onefold.comm.comm import start
+from onefold.comm.process_groups import all_ranks
 from onefold.deepspeed.accelerator import get_accelerator
 from onefold.deepspeed.client import brought, scheduler_of
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
@@ -22,9 +23,8 @@ from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import walk
 from onefold.deepspeed.world import init_distributed, is_launched, local_rank
 from onefold.errors import ConfigError
-from onefold.groups import all_ranks
-from onefold.optimizer import Optimizer
-from onefold.shard import shard
+from onefold.optim.optimizer import Optimizer
+from onefold.setup.shard import shard
 
 _log = logging.getLogger("onefold")
 

@@ -6,8 +6,8 @@ import torch
 
 from onefold.deepspeed.walk import Reading
 from onefold.deepspeed.zero_section import OffloadOptimizer, OffloadParam, Zero
-from onefold.dtypes import Precision
-from onefold.plan import NAMED_PLANS, Placement, Plan, Tier
+from onefold.plan.precision import Precision
+from onefold.plan.table import NAMED_PLANS, Placement, Plan, Tier
 
 _PATH = "zero_optimization"
 _WHOLE, _PART, _HOST = Placement(False), Placement(True), Placement(True, Tier.HOST)

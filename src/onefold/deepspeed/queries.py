@@ -12,8 +12,8 @@ import torch
 from onefold.deepspeed.config import Config
 from onefold.deepspeed.optim import OPTIMIZERS
 from onefold.deepspeed.spec import Translation
-from onefold.dtypes import DynamicLossScale
-from onefold.plan import Tier
+from onefold.plan.precision import DynamicLossScale
+from onefold.plan.table import Tier
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -11,8 +11,8 @@ from onefold.deepspeed.placing import plan_name
 from onefold.deepspeed.translate import Configuration, Outcome, Verdict, VerdictWord, examine
 from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import declared
-from onefold.dtypes import DynamicLossScale
 from onefold.errors import ConfigError
+from onefold.plan.precision import DynamicLossScale
 
 _ORDER: tuple[VerdictWord, ...] = ("refused", "open", "adapted", "honoured", "ignored")
 _HEADINGS = {

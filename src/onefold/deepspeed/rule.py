@@ -11,8 +11,8 @@ from onefold.deepspeed.optim import NO_OPTIMIZERS, OPTIMIZERS, SCHEDULERS, AdamP
 from onefold.deepspeed.spec import NATIVE, OptimizerSpec, SchedulerSpec
 from onefold.deepspeed.values import as_number, said
 from onefold.deepspeed.walk import Reading
-from onefold.elementwise import TorchRule
 from onefold.errors import OptimizerError
+from onefold.optim.elementwise import TorchRule
 
 _NO_SCHEDULES = {
     "ReduceLROnPlateau": "it needs a metric at every step",

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.agree import together
 from onefold.checkpoint import load, save
+from onefold.comm.agreement import together
 from onefold.deepspeed.queries import Queries
 from onefold.deepspeed.utils.zero_to_fp32 import SCRIPT
+from onefold.engine.session import session_of
 from onefold.errors import CheckpointError, EngineError, WeightsError
-from onefold.export import full_state_dict
-from onefold.optimizer import Optimizer
-from onefold.session import session_of
+from onefold.interop.huggingface.export import full_state_dict
+from onefold.optim.optimizer import Optimizer
 
 LATEST = "latest"
 _SCRIPT_NAME = "zero_to_fp32.py"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from onefold.deepspeed.schedules import SCHEDULES
-from onefold.dtypes import Precision
-from onefold.optimizer import Optimizer
-from onefold.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
-from onefold.plan import Plan
+from onefold.optim.optimizer import Optimizer
+from onefold.optim.optimizers import SGD, Adagrad, Adam, AdamW, Elementwise, Lion
+from onefold.plan.precision import Precision
+from onefold.plan.table import Plan
 
 
 class PerParameter(torch.optim.Optimizer):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from onefold.comm import join
+from onefold.comm.comm import join
 from onefold.errors import ConfigError
-from onefold.launch import environ
+from onefold.system.environment import environ
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")

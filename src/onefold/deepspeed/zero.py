@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.access import gathered
 from onefold.deepspeed import comm
 from onefold.deepspeed.dropped import Watch
 from onefold.deepspeed.marks import ZeroParamStatus, mark
 from onefold.deepspeed.refused import refused
 from onefold.deepspeed.source import read
 from onefold.deepspeed.values import said
+from onefold.engine.session import Session, owner_session
 from onefold.errors import ConfigError, OnefoldError
-from onefold.nursery import Asleep, Nursery, nursery_of
-from onefold.session import Session, owner_session
+from onefold.setup.deferred_init import Asleep, Nursery, nursery_of
+from onefold.setup.gathered import gathered
 
 __all__ = [
     "GatheredParameters",

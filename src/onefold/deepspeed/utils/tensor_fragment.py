@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from onefold.access import gathered
 from onefold.checkpoint.entries import Entry, param_entries
+from onefold.engine.flat import Flat
+from onefold.engine.session import Session, owner_session
+from onefold.engine.unit import Unit
 from onefold.errors import OnefoldError
-from onefold.flat import Flat
-from onefold.session import Session, owner_session
-from onefold.unit import Unit
+from onefold.setup.gathered import gathered
 
 
 class _Place:

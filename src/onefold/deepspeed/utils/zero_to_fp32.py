@@ -17,7 +17,7 @@ from onefold.checkpoint.codec import dtype_of
 from onefold.checkpoint.storage import Reader
 from onefold.deepspeed.values import as_number
 from onefold.errors import CheckpointError, ConfigError, OnefoldError
-from onefold.export import export
+from onefold.interop.huggingface.export import export
 
 SCRIPT = '''"""Exact weights of a checkpoint in this directory, by onefold: python zero_to_fp32.py . OUT [--tag TAG]"""
 

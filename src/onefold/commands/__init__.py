@@ -1,1 +1,0 @@
-"""Owns the commands of `onefold`: a file each, with a function `command` that `cli.py` finds."""
