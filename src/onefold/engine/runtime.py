@@ -17,16 +17,18 @@ step begins without one. Ranks come to these points together, so all of them kee
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from onefold.comm.control import Meeting
+from onefold.comm.control import Control
 from onefold.engine.flat import Flat
+from onefold.engine.grad_report import Told
 from onefold.engine.param_guard import Bound
-from onefold.engine.reducer import Reducer
+from onefold.engine.reducer import Key, Reducer
 from onefold.engine.released import name_of
 from onefold.engine.running import Running
 from onefold.engine.saved_tensors import SavedView, SavingHooks, others_save
@@ -50,13 +52,13 @@ class Runtime:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        meeting: Meeting,
+        control: Control,
         reducer: Reducer,
         prefetch_bytes: int,
         is_scaled: Callable[[], bool],
     ) -> None:
         self.units = tuple(units)
-        self._rank = meeting.rank
+        self._rank = control.rank
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
         self._is_scaled = is_scaled
@@ -64,7 +66,7 @@ class Runtime:
             flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats
         }
         self.schedule: Schedule | Unscheduled = (
-            Schedule([unit.name or "(root)" for unit in units], meeting, self._issue) if self._flats else Unscheduled()
+            Schedule([unit.name or "(root)" for unit in units], control, self._issue) if self._flats else Unscheduled()
         )
         self._places = {
             id(param): (unit, flat, slot)
@@ -83,6 +85,9 @@ class Runtime:
         self._unfreed: list[Unit] = []
         self._running = Running()
         self._written: list[nn.Parameter] = []
+        self.accumulators: list[Any] = []
+        """The nodes of autograd that accumulate gradients: they go, and their hooks with them, unless they are held."""
+        control.serve_with(self._gather_asked)
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -282,8 +287,8 @@ class Runtime:
         self.finish_updates()
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
         phase = ACCUMULATING if self.reducer.accumulating else BACKWARD
-        is_gone = self.reducer.has_gone()
-        self.reducer.begin(is_gone, self.schedule.begin(phase, is_gone))
+        self.reducer.begin()
+        self.schedule.begin(phase)
         self._prefetch()
 
     def settle(self) -> None:
@@ -305,6 +310,30 @@ class Runtime:
         self.schedule.end()  # first: a rank that is done early must go on serving gathers before it waits for anything
         self.release_unpinned()
         self.reducer.end()
+
+    # --- between ranks ----------------------------------------------------------------------------------------------
+
+    def agree(self, what: str, settings: int = 0, squares: Callable[[], float] = float) -> tuple[set[Key], Told, bool]:
+        """Where all ranks have come to `what`: make every gradient reduced, and agreed on between them.
+
+        Args:
+            settings: a number that must be the same on all ranks: what is to be done with the gradients.
+            squares: of this rank's range of the means, which other ranks are told.
+        Returns:
+            The parameters that have a gradient on any rank; what ranks told; whether the means have changed since.
+        Raises:
+            OrderMismatchError: on every rank, where one came to something else, or did something else before.
+        """
+        report = self.reducer.report(settings, self.schedule)
+        told = self.reducer.tell(what, replace(report, squares=squares()))
+        self.schedule.compare([each.order for each in told.reports])
+        if told.is_order_stale:
+            self.schedule.forget()
+        active, is_changed = self.reducer.settle(told)
+        return active, told, is_changed
+
+    def _gather_asked(self, index: int, is_wanted: bool) -> None:
+        self.units[index].gather_on_host(is_wanted)
 
     # --- gathering and releasing -----------------------------------------------------------------------------------
 

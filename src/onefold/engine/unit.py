@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from onefold.comm.comm import Comm
 from onefold.comm.pending_gathers import Refresh
 from onefold.engine.flat import Flat, Trained
-from onefold.engine.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
+from onefold.engine.released import Owner, ReleasedParameter, metadata_only
 from onefold.memory.streams import Finish, Lanes, Ticket
 from onefold.memory.trace_labels import label
 from onefold.plan.table import Tier
@@ -96,6 +96,9 @@ class Unit:
 
     def gather(self) -> None:
         """Start making all parameters whole."""
+
+    def gather_on_host(self, is_wanted: bool) -> None:
+        """Gather over host memory, apart from all other traffic; for ranks that do not want it only there."""
 
     def wait(self) -> None:
         """Let the current stream read the gathered parameters."""
@@ -205,6 +208,7 @@ class Unit:
     def spread(self, flat: Flat, after: Ticket) -> None:
         """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
         flat.current = flat.publish(self._lanes, after)
+        flat.shown = flat.current.copy()
 
     def _show_all(self, flat: Flat) -> None:
         """Bring values that are where updates run to all ranks. They call it at the same point."""
@@ -281,6 +285,19 @@ class PartUnit(Unit):
                 for flat in self.flats:
                     flat.buffer.grow()
                 self._fill()
+            self.is_gathered = True
+            self.is_used = False
+
+    def gather_on_host(self, is_wanted: bool) -> None:
+        self.finish_update()
+        for flat in self.flats:
+            here = torch.empty_like(flat.weight, device="cpu")
+            self._lanes.down.run(partial(_copy, here, flat.weight), after=[flat.shown.copy()]).wait_on_host()
+            whole = self._comm.gather_on_host(here)
+            if is_wanted:
+                flat.buffer.grow()
+                flat.buffer.whole.copy_(whole)
+        if is_wanted:
             self.is_gathered = True
             self.is_used = False
 
@@ -366,6 +383,5 @@ class KeptUnit(PartUnit):
         self.is_resting = False
 
 
-def stand_in(flat: Flat, slot: int, rank: int) -> ReducedGradient:
-    """The stand-in for the gradient of one parameter of `flat`."""
-    return ReducedGradient.of(flat.params[slot], f"{flat.names[slot]} (rank {rank})")
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
