@@ -79,16 +79,16 @@ class Told:
 
     @property
     def cleared(self) -> int:
-        """Parameters whose mean was thrown away on some rank."""
-        return union(report.cleared for report in self.reports)
+        """Parameters whose mean was thrown away on some ranks, but not on all."""
+        everywhere = ~0
+        for report in self.reports:
+            everywhere &= report.cleared
+        return union(report.cleared for report in self.reports) & ~everywhere
 
     @property
     def torn(self) -> int:
         """Parameters whose mean some ranks threw away, and others hold on to."""
-        everywhere = ~0
-        for report in self.reports:
-            everywhere &= report.cleared
-        return self.cleared & ~everywhere & union(report.kept for report in self.reports)
+        return self.cleared & union(report.kept for report in self.reports)
 
     @property
     def pending(self) -> int:

@@ -234,8 +234,9 @@ class GradStates:
         return (slot in self._cleared for slot in range(len(self._params)))
 
     def agree(self, slot: int, is_somewhere: bool, is_cleared: bool) -> None:
-        """Ranks told each other whether one of them has a gradient, and whether one threw away an older mean."""
-        if is_cleared and slot not in self._cleared and self._states[slot] is GradState.NONE:
+        """Ranks told each other whether one of them has a gradient, and whether some, not all, threw away an older
+        mean."""
+        if is_cleared and slot not in self._cleared:
             self.gradients.clear_kept(slot)  # what others gave before, which the caller could not see here
         self._cleared.discard(slot)
         if is_somewhere:
