@@ -196,9 +196,9 @@ class Optimizer(torch.optim.Optimizer):
                     continue
                 unit.update(update.flat, compute)
                 started.append(update.flat)
-            unit.refresh(started)
+            unit.hide_updated(started)
         for unit, _ in self._work:
-            unit.wait_refreshed()
+            unit.show_updated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters and free their memory (`set_to_none` is always meant)."""

@@ -11,7 +11,8 @@ from onefold.engine.flat import Flat
 from onefold.engine.grad_states import GradStates
 from onefold.engine.hooks import register_state_dict_hooks
 from onefold.engine.session import Session, session_of
-from onefold.engine.unit import KeptUnit, Unit
+from onefold.engine.sharded_unit import KeptUnit
+from onefold.engine.unit import Unit
 from onefold.errors import ReleasedParameterError
 from onefold.optim.optimizer import Optimizer
 from onefold.plan.budget import Budget, FlatSpec
@@ -83,7 +84,7 @@ class _Gathered:
         for unit in self._units:
             if not unit.is_gathered:
                 unit.gather()
-            unit.wait()
+            unit.show()
             unit.pins += 1
             if self._write:
                 self._before.update({id(flat): _resting(flat).clone() for flat in unit.flats})

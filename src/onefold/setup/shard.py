@@ -21,7 +21,8 @@ from onefold.engine.reducer import Reducer
 from onefold.engine.runtime import Runtime
 from onefold.engine.schedule import BACKWARD
 from onefold.engine.session import Session, is_sharded, session_of
-from onefold.engine.unit import PartUnit, Unit
+from onefold.engine.sharded_unit import ShardedUnit
+from onefold.engine.unit import Unit
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.memory.streams import lanes_for, poll_oldest, wait_for_oldest
 from onefold.plan.mix import unit_plans
@@ -173,7 +174,7 @@ def _open_session(
     can_wait = device.type == "cuda" and not plan.params.partitioned
     bound = wait_for_oldest if can_wait else poll_oldest
     # Gathers come first in a pass, where there are any.
-    is_gathering = any(isinstance(unit, PartUnit) for unit in built)
+    is_gathering = any(isinstance(unit, ShardedUnit) for unit in built)
     enter_pass = _nothing if is_gathering else partial(control.enter, BACKWARD)
     reducer = Reducer(built, control, lanes, bound, lambda: scaler.scale, enter_pass)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
