@@ -56,8 +56,8 @@ def reductions(rank, num_ranks, plan):
     model = onefold.shard(build(Deep), NAMED_PLANS[plan])
     session = session_of(model, "the test")
     heard = Heard(session.comm)
-    for slots in session.reducer.all_slots():
-        slots.gradients._comm = heard
+    for states in session.reducer.all_states():
+        states.gradients._comm = heard
     model(torch.ones(3, 4)).square().mean().backward()
     return heard.num_reductions
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from secrets import randbits
 from struct import Struct
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary
+from weakref import WeakMethod
 from zlib import crc32
 
 from onefold.comm.comm import Comm
@@ -33,8 +33,6 @@ from onefold.errors import OrderMismatchError
 _HEAD, _UNIT = Struct("<IQI"), Struct("<QI")
 _ASKS, _SERVES = b"asks", b"serv"
 """In place of the kind of a message."""
-_asked_of: "WeakValueDictionary[int, Control]" = WeakValueDictionary()
-"""The models of this process by their numbers, which ranks can be asked for units of."""
 
 
 class Control:
@@ -54,13 +52,18 @@ class Control:
         """A number of this model alone, the same on every rank: another one may have as many parameters."""
         wanted = _HEAD.size + max(body_bytes, _UNIT.size)
         self._plane.message_bytes = max(self._plane.message_bytes, -(-wanted // 8) * 8)
-        self._plane.serve = self._serve
-        self._gather: Callable[[int, bool], None] = lambda unit, is_wanted: None
+        self._plane.servers[self._model] = self
 
     def serve_with(self, gather: Callable[[int, bool], None]) -> None:
-        """Let `gather` bring a unit to the ranks that ask for it; it is told whether this one does."""
-        self._gather = gather
-        _asked_of[self._model] = self
+        """Let `gather`, a method, bring a unit to the ranks that ask for it; it is told whether this one does. It is
+        held weakly: what belongs to a model goes with it."""
+        self._gather = WeakMethod(gather)
+
+    def _gather_asked(self, unit: int, is_wanted: bool) -> None:
+        gather = self._gather()
+        if gather is None:
+            raise OrderMismatchError(f"a unit of model {self._name} is asked for, which is gone on rank {self.rank}")
+        gather(unit, is_wanted)
 
     def meet(self, what: str, body: bytes = b"") -> list[bytes]:
         """Go on where every rank has come to `what`. Returns what each told, by rank.
@@ -108,7 +111,8 @@ class Control:
         while served != (self._model, unit):
             served = self._serve_first(self._exchange(_ASKS + _UNIT.pack(self._model, unit)), unit)
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Take part in the next message of all ranks, for those that ask for something."""
         messages = self._exchange(_SERVES)
         if self._have_asked(messages):
             self._serve_first(messages, None)
@@ -118,7 +122,7 @@ class Control:
         asked = [_UNIT.unpack_from(message, len(_ASKS)) for message in messages if message.startswith(_ASKS)]
         model, unit = min(asked)
         self._plane.num_served += asked.count((model, unit))
-        _asked_of[model]._gather(unit, mine == unit and model == self._model)
+        self._plane.servers[model]._gather_asked(unit, mine == unit and model == self._model)
         return model, unit
 
     def _have_asked(self, messages: Sequence[bytes]) -> bool:

@@ -11,10 +11,11 @@ raises it.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 from zlib import crc32
 
 from onefold.errors import OrderMismatchError
@@ -77,8 +78,8 @@ class ControlPlane:
         """Whether ranks came to the latest meeting for different things."""
         self.num_served = 0
         """Requests that were served, see [Note: Units out of order]."""
-        self.serve: Callable[[], None] = lambda: None
-        """Takes part in the next message of all ranks, for those that ask for something."""
+        self.servers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """The `Control` of each model, by the model's number."""
 
 
 class Watch:
@@ -112,7 +113,7 @@ class Watch:
             while not _is_done_within(work, _PIECE):
                 now = time.monotonic()
                 if not is_message and self._num_asked() > self.plane.num_served:
-                    self.plane.serve()
+                    next(self.plane.servers.values()).serve()
                     continue
                 if now - looked < _LOOKS_EACH_S:
                     continue

@@ -119,6 +119,10 @@ class GradStates:
     def num_arrived(self) -> int:
         return len(self._arrived)
 
+    def is_none(self, slot: int) -> bool:
+        """Whether nothing is known of it."""
+        return self._states[slot] is GradState.NONE
+
     def enter(self, slot: int) -> None:
         """Autograd is about to accumulate into `.grad`: let it add to what came in this pass, or to a tensor of the
         caller's."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from onefold.engine.grad_states import GradStates
-from onefold.engine.reducer import Reducer, accumulator_of, is_captured
+from onefold.engine.reducer import Reducer, is_captured
 from onefold.engine.released import ReleasedParameter
 from onefold.engine.runtime import Runtime, in_backward
 from onefold.engine.unit import Unit
@@ -195,17 +195,16 @@ class GradientHooks:
         self._index = index
         self._slot = slot
 
-    def unscale_captured(self, grad: Tensor) -> Tensor | None:
-        """Of a gradient that autograd returns (torch.autograd.grad), without the loss scale."""
+    def before(self, grad: Tensor) -> Tensor | None:
+        """Autograd has the gradient of one parameter, and is about to accumulate it into `.grad`, or to return it
+        (torch.autograd.grad): then as this method returns it, without the loss scale."""
         reducer, states = self._reducer(), self._states()
-        if reducer is None or states is None or reducer.scale == 1:
+        if reducer is None or states is None or (reducer.scale == 1 and states.is_none(self._slot)):
             return None
-        return grad / reducer.scale if is_captured(states.flat.params[self._slot]) else None
-
-    def before(self, grads: Any) -> None:
-        states = self._states()
-        if states is not None:
-            states.enter(self._slot)
+        if is_captured(states.flat.params[self._slot]):
+            return None if reducer.scale == 1 else grad / reducer.scale
+        states.enter(self._slot)
+        return None
 
     def after(self, param: Tensor) -> None:
         runtime, reducer, states = self._runtime(), self._reducer(), self._states()
@@ -221,9 +220,7 @@ def install_gradient_hooks(runtime: Runtime, reducer: Reducer) -> None:
             for slot, param in enumerate(states.flat.params):
                 if param.requires_grad:
                     hooks = GradientHooks(runtime, reducer, index, states, slot)
-                    param.register_hook(hooks.unscale_captured)
-                    runtime.accumulators.append(node := accumulator_of(param))
-                    node.register_prehook(hooks.before)
+                    param.register_hook(hooks.before)
                     param.register_post_accumulate_grad_hook(hooks.after)
 
 

@@ -271,13 +271,6 @@ class Reducer:
             states.gradients.multiply(factor)
 
 
-def accumulator_of(param: nn.Parameter) -> Any:
-    """The node of autograd that accumulates into `param.grad`; its hooks are called only where it does."""
-    with torch.enable_grad(), metadata_only():
-        view: Any = param.view_as(param).grad_fn
-    return view.next_functions[0][0]
-
-
 def is_captured(param: nn.Parameter) -> bool:
     """Whether the running backward pass returns the gradient of `param` (torch.autograd.grad) instead of accumulating
     it into `.grad`."""

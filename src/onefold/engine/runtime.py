@@ -89,8 +89,6 @@ class Runtime:
         self._unfreed: list[Unit] = []
         self._running = Running()
         self._written: list[nn.Parameter] = []
-        self.accumulators: list[Any] = []
-        """The nodes of autograd that accumulate gradients: they go, and their hooks with them, unless they are held."""
         control.serve_with(self._gather_asked)
 
     # --- forward ---------------------------------------------------------------------------------------------------
