@@ -343,7 +343,7 @@ def load_it(rank, num_ranks, directory, plan):
 
 @pytest.mark.parametrize("plan", ["zero_3", "offload"])
 def test_the_end_of_the_program_waits_for_a_save(ranks, tmp_path, plan):
-    path = [str(Path(__file__).parent), str(Path(onefold.__file__).parent.parent)]
+    path = [str(Path(checkpoint_ends.__file__).parent), str(Path(onefold.__file__).parent.parent)]
     program = PROGRAM.format(path=path, plan=plan, target=str(tmp_path / "step-2"))
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=600, check=False

@@ -17,7 +17,7 @@ from torch import nn
 import onefold
 from apart import run_ranks
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "lightning.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "lightning.md"
 EPOCHS = 2
 
 

@@ -1,6 +1,6 @@
 """A script written for transformers' Trainer with DeepSpeed, one line changed; it runs each case it knows, on GPUs.
 
-onefold run tests/gpu_trainer.py RESULTS.json FOLDER
+onefold run tests/helpers/gpu_trainer.py RESULTS.json FOLDER
 """
 
 import json

@@ -13,7 +13,7 @@ import psutil
 
 from onefold.launch import teardown
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 PATIENCE_S = 240.0
 """Nothing takes as long; a launcher that hangs has to fail its test, not stop the suite."""
 
