@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import onefold
+from checks import grads, weights
+from models import Stack, build
 from onefold import Precision
 from onefold.engine.released import ReducedGradient
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, build, every_plan, grads, one_and_two_ranks, weights
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Turn
 
 MICRO = 3
 

@@ -4,7 +4,6 @@ Bytes for every plan, number of ranks, precision and kind of model; the wire, co
 every unit needs its weights in backward.
 """
 
-import sys
 from functools import partial
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 from torch import nn
 
 import onefold
+from inside import counted
+from models import WIDTH, Block, Stack, build
 from onefold import Precision, Tier
-from onefold.comm.wrappers import CountingComm
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Stack, Turn, build, every_plan
+from plans import NAMED_PLANS, every_plan
+from ranks import Turn
 
 # --- models
 
@@ -143,22 +143,6 @@ def test_a_rank_holds_what_the_paper_says(ranks, plan, num_ranks):
 # --- the wire
 
 
-def counted(model, plan, **options):
-    """A sharded model, and the `CountingComm` on its wire."""
-    module, made = sys.modules["onefold.setup.shard"], []
-    connect = module.connect
-
-    def connect_counted(*args):
-        made.append(CountingComm(connect(*args)))
-        return made[-1]
-
-    module.connect = connect_counted
-    try:
-        return onefold.shard(model, NAMED_PLANS[plan], **options), made[0]
-    finally:
-        module.connect = connect
-
-
 def per_step(model, optimizer, comm, rank, first, last):
     """(gathered, reduced) elements of each of some steps."""
     found = []
@@ -172,7 +156,7 @@ def per_step(model, optimizer, comm, rank, first, last):
 
 
 def steady(rank, num_ranks, plan, make, options):
-    model, comm = counted(build(make), plan, **options)
+    model, comm = counted(build(make), NAMED_PLANS[plan], **options)
     optimizer = onefold.AdamW(model)
     counts = per_step(model, optimizer, comm, rank, 0, 5)[2:]
     budget = onefold.predicted(model, optimizer)
@@ -219,7 +203,7 @@ def test_frozen_parameters_are_neither_reduced_nor_refreshed(ranks, plan):
 
 
 def with_an_embedding(rank, num_ranks):
-    model, comm = counted(build(Tokens), "zero_3", units=("embed", "blocks.*"))
+    model, comm = counted(build(Tokens), onefold.ZERO_3, units=("embed", "blocks.*"))
     optimizer = onefold.AdamW(model)
     counts = per_step(model, optimizer, comm, rank, 0, 4)[2:]
     return counts, onefold.predicted(model, optimizer).gather_numel, padded(model.embed, num_ranks)
@@ -242,7 +226,7 @@ def test_an_embedding_is_not_gathered_for_backward(ranks):
 
 def accumulated(rank, num_ranks, plan, count, is_accumulated):
     """Reduced elements of a step of several micro-batches, in times those of a step of one."""
-    model, comm = counted(build(Stack), plan)
+    model, comm = counted(build(Stack), NAMED_PLANS[plan])
     optimizer = onefold.AdamW(model)
     single = per_step(model, optimizer, comm, rank, 0, 3)[2][1]
     before = comm.reduce_numel

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import onefold
+from checks import same, weights
+from models import build
 from onefold.errors import CheckpointError
-from ranks import build, same, weights
 
 PLANS = ("zero_0", "zero_2", "zero_3", "offload")
 WIDTH = 64

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cases import FILES, KNOWN, WHOLE_NUMBERS, get, leaves, meaning, mutations, of_kind, put, trainer
+from onefold import Placement, Plan, Tier
 from onefold.deepspeed import examine, report, translate
 from onefold.deepspeed.report import manual
 from onefold.deepspeed.source import read
 from onefold.errors import ConfigError
-from onefold.plan.table import NAMED_PLANS, Placement, Plan, Tier
+from plans import NAMED_PLANS
 
 WHOLE, PART, HOST = Placement(False), Placement(True), Placement(True, Tier.HOST)
 PLANS = {**NAMED_PLANS, "part device, part host, part host": Plan(PART, HOST, HOST)}

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import onefold
+from checks import same, tensors, weights
+from models import Stack, build
 from onefold import Precision, Tier
 from onefold.errors import OptimizerError
-from ranks import Stack, Turn, build, same, tensors, weights
+from ranks import Turn
 
 PLANS = {
     "offload": onefold.OFFLOAD,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import onefold
-from checkpoint_models import PLANS, Run, equal
-from onefold.engine.session import session_of
+from checkpoint_models import PLANS, Run, same_state
+from inside import insides
 from onefold.errors import OptimizerError
 
 DECAY = 0.75
@@ -25,7 +25,7 @@ def average_by_hand(rank, num_ranks, plan, precision):
         shown = exact(run)
     plain.train(5)
     off = max(float((shown[name] - expected[name]).abs().max()) for name in expected)
-    return off, equal(run.state(), plain.state())
+    return off, same_state(run.state(), plain.state())
 
 
 def exact(run):
@@ -61,7 +61,7 @@ def applied_weights(rank, num_ranks, plan):
 @pytest.mark.parametrize("plan", ["zero_0", "zero_3", "offload"])
 def test_the_model_shows_the_average_and_then_its_weights_again(ranks, plan):
     for before, after, inside, later in ranks(2).run(applied_weights, plan):
-        assert equal(later, after)
+        assert same_state(later, after)
         name = "blocks.0.up.weight"
         assert torch.allclose(inside[0][name], (before[0][name] + after[0][name]) / 2, atol=1e-6)
         assert not torch.equal(inside[0][name], after[0][name])
@@ -111,7 +111,7 @@ def test_what_is_written_into_an_average_inside_stays_in_it(plan):
     with ema.applied(), torch.no_grad():
         for param in trained:
             param.zero_()
-    assert equal(run.state(), before)
+    assert same_state(run.state(), before)
     with ema.applied():
         assert not any(param.any() for param in trained)
 
@@ -126,7 +126,7 @@ def test_leaving_that_is_interrupted_leaves_the_average_in_place_and_changes_ref
 
     ema = onefold.EMA(run.model)
     with pytest.raises(KeyboardInterrupt), ema.applied():
-        session_of(run.model, "a test").readers.append(interrupt)
+        insides(run.model).readers.append(interrupt)
     for change in (run.optimizer.step, ema.update):
         with pytest.raises(OptimizerError, match="averages now"):
             change()

@@ -11,26 +11,17 @@ import torch
 from torch import nn
 
 import onefold
+from checks import refused, same, weights
+from models import WIDTH, Block, Stack, build
 from onefold import Placement, Plan, Precision, Tier
 from onefold.errors import (
-    OnefoldError,
     OptimizerError,
     PlanError,
     PrecisionError,
     ReducedGradientError,
     ShardError,
 )
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Stack, build, every_plan, one_and_two_ranks, same, weights
-
-
-def refused(call, kind=OnefoldError):
-    """The message that `call` is refused with; None when it is not."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return None
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
 
 
 def sharded(plan="zero_3"):

@@ -13,19 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import onefold
+from checks import refused, same, tensors, weights
+from models import WIDTH, Stack, build
 from onefold import Precision
 from onefold.errors import OptimizerError, ReducedGradientError, ReleasedParameterError, ShardError
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Stack, build, every_plan, one_and_two_ranks, same, tensors, weights
-
-
-def refused(call, kind):
-    """The message that `call` is refused with; None when it is not."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return None
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
 
 
 def trained(plan="zero_3"):

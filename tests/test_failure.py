@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import onefold
+from checks import weights
+from models import Stack, build
 from onefold.comm.mesh import connect
 from onefold.engine.released import ReducedGradient
 from onefold.errors import OrderMismatchError
-from onefold.plan.table import NAMED_PLANS
 from onefold.testing import RankError
-from ranks import Stack, Turn, build, every_plan, one_and_two_ranks, weights
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Turn
 
 PATIENCE_S = 240.0
 

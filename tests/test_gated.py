@@ -9,92 +9,28 @@ import pytest
 import torch
 
 import onefold
+from checks import same, tensors, weights
+from host_updates import (
+    PLANS,
+    STRESSED,
+    Held,
+    every_plan,
+    prepared,
+    through_a_weight,
+    through_backward,
+    through_forward,
+    through_gathered,
+    updated,
+)
+from inside import BrokenKernel, TorchKernel, finish_updates, insides
+from models import Stack, build
 from onefold import Precision
-from onefold.engine.session import session_of
-from onefold.optim.kernels.host import TorchKernel
-from ranks import Stack, Turn, build, same, tensors, weights
-
-PLANS = {
-    "offload": onefold.OFFLOAD,
-    "offload_3": onefold.OFFLOAD_3,
-    "zero_3 and host": onefold.Plan(
-        params=onefold.Placement(True), grads=onefold.Placement(True), optim=onefold.Placement(True, onefold.Tier.HOST)
-    ),
-}
-every_plan = pytest.mark.parametrize("plan", PLANS)
-STRESSED = {
-    **{name: (plan, {}) for name, plan in PLANS.items()},
-    "half": (onefold.OFFLOAD.keeping(0.5), {}),
-    "delayed": (onefold.OFFLOAD, {"delayed": True, "delay_after": 5}),
-}
-
-
-class Held(TorchKernel):
-    """Updates nothing before it is told to."""
-
-    def __init__(self):
-        self.go = threading.Event()
-        self.was_told = []
-
-    def update(self, run, step):
-        self.was_told.append(self.go.wait(240))
-        super().update(run, step)
-
-
-class Broken(TorchKernel):
-    def update(self, run, step):
-        raise ZeroDivisionError("the worker's own")
-
-
-def prepared(plan, kernel, **options):
-    """A model whose gradients are there, and its optimizer with `kernel` for the host."""
-    model = onefold.shard(build(Stack), PLANS[plan] if isinstance(plan, str) else plan)
-    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
-    usual, module.host_kernel = module.host_kernel, lambda *_: kernel
-    try:
-        optimizer = onefold.SGD(model, lr=0.1, **options)
-    finally:
-        module.host_kernel = usual
-    model(torch.ones(3, 4)).square().mean().backward()
-    return model, optimizer
-
-
-def updated():
-    """The weights that plain PyTorch has after the same step."""
-    model = build(Stack)
-    model(torch.ones(3, 4)).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return model
-
-
-def through_forward(model, plain):
-    x = torch.full((2, 4), 0.5)
-    same({"output": model(x).detach()}, {"output": plain(x).detach()})
-
-
-def through_gathered(model, plain):
-    same(weights(model), tensors(plain))
-
-
-def through_a_weight(model, plain):
-    with onefold.gathered(model.blocks[1]):
-        same({"w": model.blocks[1].up.weight.detach().clone()}, {"w": plain.blocks[1].up.weight.detach()})
+from ranks import Turn
 
 
 def through_a_weight_alone(model, plain):
     """Under OFFLOAD parameters are whole: code that reads one outside of any pass waits for it."""
     same({"w": 1.0 * model.blocks[1].up.weight.detach()}, {"w": 1.0 * plain.blocks[1].up.weight.detach()})
-
-
-def through_backward(model, plain):
-    for each in (model, plain):
-        each.zero_grad()
-        each(torch.ones(2, 4)).sum().backward()
-    with onefold.gathered(model):
-        same(
-            {name: param.grad for name, param in model.named_parameters()},
-            {name: param.grad for name, param in plain.named_parameters()},
-        )
 
 
 WAYS = {way.__name__: way for way in (through_forward, through_gathered, through_a_weight, through_backward)}
@@ -129,7 +65,7 @@ def test_a_whole_parameter_read_by_itself_is_new(ranks, num_ranks):
 
 
 def broken(rank, num_ranks, plan):
-    model, optimizer = prepared(plan, Broken())
+    model, optimizer = prepared(plan, BrokenKernel())
     optimizer.step()
     try:
         model(torch.ones(3, 4))
@@ -154,7 +90,7 @@ def test_what_is_changed_in_place_after_a_step_is_of_the_next_one(make):
         optimizer.param_groups[0]["betas"] = betas = [make(0.9), make(0.99)]
         model(torch.ones(3, 4)).square().mean().backward()
         held = threading.Event()
-        session_of(model, "the test").houses[onefold.Tier.HOST].worker.submit(held.wait)
+        insides(model).houses[onefold.Tier.HOST].worker.submit(held.wait)
         optimizer.step()
         if is_changed:
             betas[0] *= 0.5
@@ -184,7 +120,7 @@ def stressed(rank, num_ranks, case, is_slow):
     plan, options = STRESSED[case]
     model, optimizer = prepared(plan, Slow(generator) if is_slow else TorchKernel(), **options)
     if is_slow:
-        session = session_of(model, "the test")
+        session = insides(model)
         late(session.comm, ("all_gather", "reduce_scatter", "refresh"), generator)
         for house in session.houses.values():
             late(house, ("fetch", "deliver", "store"), generator)
@@ -226,7 +162,7 @@ def resumed(rank, num_ranks, plan):
         model(torch.ones(3, 4)).square().mean().backward()
         optimizer.step()
         if is_waiting:
-            session_of(model, "the test").runtime.finish_updates()
+            finish_updates(model)
         ends.append([tensor.clone() for update in optimizer.state_dict()["updates"] for tensor in update["master"]])
         optimizer.zero_grad()
     return all(not torch.equal(a, b) for a, b in zip(*ends, strict=True))

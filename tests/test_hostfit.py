@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import onefold
+from models import build
+from onefold import Tier
 from onefold.errors import HostMemoryError
-from onefold.plan.table import NAMED_PLANS, Tier
 from onefold.setup import host_memory_check
-from ranks import build
+from plans import NAMED_PLANS
 
 WIDTH, DEPTH = 64, 4
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)

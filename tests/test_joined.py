@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import onefold
+from checks import same, weights
+from inside import insides, units_of
+from models import Lean, Stack, build
 from onefold.comm.wrappers import OverComm
-from onefold.engine.session import session_of
-from onefold.plan.table import NAMED_PLANS
-from ranks import Case, Lean, Stack, build, same, squared, train, weights
+from plans import NAMED_PLANS
+from ranks import Case, squared, train
 
 Deep = partial(Stack, depth=12, block=Lean)
 JOINED = [f"blocks.{first} to blocks.{first + 1}" for first in range(0, 12, 2)]
@@ -19,7 +21,7 @@ EACH = [f"blocks.{number}" for number in range(12)]
 
 def unit_names(plan, **options):
     model = onefold.shard(Deep(), NAMED_PLANS[plan], **options)
-    return [unit.name for unit in session_of(model, "the test").runtime.units][1:]
+    return [unit.name for unit in units_of(model)][1:]
 
 
 @pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2"])
@@ -39,7 +41,7 @@ def test_units_that_are_gathered_offloaded_or_chosen_stay_as_they_are(plan, opti
 def test_large_blocks_stay_by_themselves():
     blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     model = onefold.shard(blocks, onefold.ZERO_2)
-    assert len(session_of(model, "the test").runtime.units) == 1 + 6
+    assert len(units_of(model)) == 1 + 6
 
 
 class Heard(OverComm):
@@ -54,7 +56,7 @@ class Heard(OverComm):
 
 def reductions(rank, num_ranks, plan):
     model = onefold.shard(build(Deep), NAMED_PLANS[plan])
-    session = session_of(model, "the test")
+    session = insides(model)
     heard = Heard(session.comm)
     for slots in session.reducer.all_slots():
         slots.gradients._comm = heard

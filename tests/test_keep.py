@@ -6,37 +6,23 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.engine.session import session_of
+from checks import same, weights
+from inside import counted, insides, units_of
+from models import Block, Checkpointed, Reentrant, Stack, build
 from onefold.errors import ReleasedParameterError, ShardError
-from onefold.plan.table import NAMED_PLANS
 from onefold.setup import offload_fraction
 from onefold.setup.reshard_policy import bytes_to_keep, kept_units
-from ranks import Block, Lean, Stack, Turn, build, same, weights
-from test_budget_runtime import counted
+from plans import NAMED_PLANS
+from ranks import Turn
 
 EVERYTHING = 2**30
-
-
-def units_of(model):
-    return session_of(model, "the test").runtime.units
 
 
 def grown(model):
     """The units whose parameters are in memory."""
     return [unit.index for unit in units_of(model) if all(flat.buffer.is_grown for flat in unit.flats)]
-
-
-class Checkpointed(Lean):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Reentrant(Lean):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=True)
 
 
 # --- ways to train: each makes the gradients of one step, and tells what was in memory before a backward
@@ -62,7 +48,7 @@ def accumulating(model, turn):
 def after_clearing(model, turn):
     """The loop that clears gradients between forward and backward."""
     loss = forward(model, turn)
-    session_of(model, "the test").reducer.finish()
+    insides(model).reducer.finish()
     for parameter in model.parameters():
         parameter.grad = None
     held = grown(model)
@@ -118,7 +104,7 @@ WAYS = {
 def train(rank, plan, way, keep_bytes, **options):
     """A model after four steps, the gathered elements of the last, and what was in memory before each backward."""
     work, block = WAYS[way]
-    model, comm = counted(build(partial(Stack, block=block)), plan, keep_bytes=keep_bytes, **options)
+    model, comm = counted(build(partial(Stack, block=block)), NAMED_PLANS[plan], keep_bytes=keep_bytes, **options)
     optimizer = onefold.AdamW(model, lr=1e-2, max_grad_norm=1.0)
     held, before = [], 0
     for step in range(4):
@@ -256,7 +242,7 @@ def decided(rank, num_ranks, plan):
     usual = offload_fraction.device_bytes
     offload_fraction.device_bytes = lambda device: (400, 1000 - 100 * rank)
     model = onefold.shard(build(Stack), onefold.ZERO_3)
-    comm = session_of(model, "the test").comm
+    comm = insides(model).comm
     states = [offload_fraction.UnitStates(size=offload_fraction.UnitBytes(params=20, grads=20), optim=60)] * 2
     try:
         return [

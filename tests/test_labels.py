@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, build, one_and_two_ranks
+from models import Stack, build
+from plans import NAMED_PLANS, one_and_two_ranks
 
 UNITS = ("(root)", "blocks.0", "blocks.1", "blocks.2")
 MODULES = (*UNITS, "embed", "head")

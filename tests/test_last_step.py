@@ -8,14 +8,17 @@ import pytest
 import torch
 
 import onefold
+from checks import same, tensors
+from models import Stack, build
 from onefold.errors import ReleasedParameterError
-from ranks import Stack, Turn, build, same, tensors
+from ranks import Turn
 
 SCRIPT = """
 import os, sys
 import torch
 import onefold
-from ranks import Stack, Turn, build
+from models import Stack, build
+from ranks import Turn
 rank, fraction, way = int(os.environ["RANK"]), float(sys.argv[1]), sys.argv[2]
 model = onefold.shard(build(Stack), onefold.OFFLOAD, fraction=fraction)
 optimizer = onefold.SGD(model, lr=0.1)

@@ -9,7 +9,8 @@ import pytest
 RANK = """
 import sys
 {script}
-print(sorted(name for name in sys.modules if name.startswith(("onefold.launch", "onefold.cli", "torch.distributed.run"))))
+launchers = ("onefold.launch", "onefold.cli", "torch.distributed.run")
+print(sorted(name for name in sys.modules if name.startswith(launchers)))
 """
 SCRIPTS = {
     "a rank": "import torch, onefold\nonefold.shard(torch.nn.Linear(2, 2), onefold.ZERO_3)",

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 import onefold
+from checks import weights
+from inside import insides
+from models import WIDTH, Block, Stack, build
 from onefold import Precision
-from onefold.engine.session import session_of
 from onefold.errors import OrderMismatchError
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, train, weights
+from plans import NAMED_PLANS, every_plan
+from ranks import Case, Turn, train
 
 PATIENCE_S = 240.0
 """A run that takes longer hangs: gloo itself would wait for minutes."""
@@ -339,7 +341,7 @@ def collectives_of_ones_own(rank, num_ranks, plan):
     model = onefold.shard(build(partial(Stack, depth=8)), NAMED_PLANS[plan])
     optimizer = onefold.SGD(model, lr=0.1)
     if rank == 0:
-        session_of(model, "the test").reducer._bound = lambda tickets, limit: None
+        insides(model).reducer._bound = lambda tickets, limit: None
     for step in range(3):
         loss = model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean()
         torch.distributed.all_reduce(loss.detach())

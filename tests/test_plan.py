@@ -6,22 +6,10 @@ from itertools import product
 
 import pytest
 
+from onefold import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
 from onefold.errors import OnefoldError, PlanError
-from onefold.plan.table import (
-    INFINITY,
-    LAWS,
-    NAMED_PLANS,
-    OFFLOAD,
-    OFFLOAD_3,
-    ZERO_0,
-    ZERO_1,
-    ZERO_2,
-    ZERO_3,
-    Placement,
-    Plan,
-    Tier,
-    legal_plans,
-)
+from onefold.plan.table import LAWS, legal_plans
+from plans import NAMED_PLANS
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 CELLS = [(partitioned, tier) for partitioned in (False, True) for tier in Tier]

@@ -11,22 +11,19 @@ import torch
 from torch import nn
 
 import onefold
+from checks import differing, grads, weights
+from models import Stack, build
 from onefold import DynamicLossScale, Precision
 from onefold.comm import reductions
 from onefold.engine import gradients
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, build, every_plan, grads, one_and_two_ranks, weights
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Turn
 
 SPLIT, WHOLE = Precision(params="bf16"), Precision(params="bf16", master="fp32")
 
 
 def bits(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def differing(got, want):
-    assert got.keys() == want.keys()
-    return [name for name in want if got[name].dtype != want[name].dtype or not torch.equal(got[name], want[name])]
 
 
 def model_bytes(budget):

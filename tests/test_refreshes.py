@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from checks import same, weights
+from inside import BrokenKernel, insides, kernel_on_the_host
+from models import Stack, build
 from onefold import Tier
 from onefold.comm.pending_gathers import Refresh, Refreshes
-from onefold.engine.session import session_of
 from onefold.memory.streams import Ticket
-from onefold.optim.kernels.host import TorchKernel
-from ranks import Stack, Turn, build, same, weights
+from ranks import Turn
 
 PLANS = {"offload": onefold.OFFLOAD, "half": onefold.OFFLOAD.keeping(0.5)}
 every_plan = pytest.mark.parametrize("plan", PLANS)
@@ -55,7 +56,7 @@ def two_models(rank, num_ranks, plan, is_dropped):
     second, second_optimizer = (None, None) if is_dropped else made(5, plan)
     trained(rank, first, first_optimizer, [0])
     go = threading.Event()
-    house = session_of(first, "the test").houses.get(Tier.HOST)
+    house = insides(first).houses.get(Tier.HOST)
     undo = holding(house.worker, 1, go) if house is not None and rank else lambda: None
     trained(rank, first, first_optimizer, [1])
     undo()
@@ -87,20 +88,10 @@ def test_models_over_the_same_ranks_do_not_get_each_others_weights(ranks, plan, 
     ranks(2).run(compared, plan, is_dropped, timeout_s=60)
 
 
-class Broken(TorchKernel):
-    def update(self, run, step):
-        raise ZeroDivisionError("the worker's own")
-
-
 def broken(rank, num_ranks, plan, bad_rank):
     """How often the forward after a step fails until it does not."""
-    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
-    usual = module.host_kernel
-    module.host_kernel = (lambda *_: Broken()) if rank == bad_rank else usual
-    try:
+    with kernel_on_the_host(lambda *_: BrokenKernel()) if rank == bad_rank else contextlib.nullcontext():
         model, optimizer = made(0, PLANS[plan])
-    finally:
-        module.host_kernel = usual
     trained(rank, model, optimizer, [0])
     for num_failed in range(100):
         try:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.session import session_of
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, average, build, noticed_views, same, squared, tensors, weights
+from checks import same, tensors, weights
+from inside import finish_updates, insides, noticed_views
+from models import Stack, build
+from plans import NAMED_PLANS
+from ranks import Turn, average, squared
 
 whole_plans = pytest.mark.parametrize("plan", ["zero_1", "zero_2", "offload"])
 RATE = 0.5
@@ -115,7 +117,7 @@ def stepped(rank, num_ranks, plan, way):
     squared(model, Turn(rank, 0, sharded=True))
     kept, go = keep(model), threading.Event()
     if rank > 0:
-        held_back(session_of(model, "the test").comm, go)
+        held_back(insides(model).comm, go)
         threading.Timer(0.1, go.set).start()
     optimizer.step()
     same(read(model, kept), wanted)
@@ -134,7 +136,7 @@ def shown(rank, num_ranks, plan):
     squared(model, Turn(rank, 0, sharded=True))
     optimizer.step()
     early = repr(model.head.bias), f"{model.blocks[0].down.bias}", str(list(model.embed.parameters()))
-    session_of(model, "the test").runtime.finish_updates()
+    finish_updates(model)
     return early, (repr(model.head.bias), f"{model.blocks[0].down.bias}", str(list(model.embed.parameters())))
 
 
@@ -152,7 +154,7 @@ def left_early(rank, num_ranks, plan):
     for step in range(3):
         loss = model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean()
         loss.backward()  # and kept, as loops do to log it
-        comm = session_of(model, "the test").comm
+        comm = insides(model).comm
         if step == 2 and rank > 0:
             held_back(comm, SimpleNamespace(wait=one_meeting(comm)))
         optimizer.step()

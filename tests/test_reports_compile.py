@@ -14,8 +14,10 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Case, Lean, Stack, Turn, build, every_plan, plain, same, squared, train, weights
+from checks import same, weights
+from models import WIDTH, Block, Lean, Stack, build
+from plans import NAMED_PLANS, every_plan
+from ranks import Case, Turn, plain, squared, train
 
 two_plans = pytest.mark.parametrize("plan", ["zero_0", "zero_3"])  # compiling takes seconds
 compiled = partial(torch.compile, backend="aot_eager")

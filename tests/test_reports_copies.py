@@ -14,9 +14,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import onefold
+from checks import same, tensors, weights
+from models import Stack, build
 from onefold.errors import OnefoldError
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, average, build, every_plan, one_and_two_ranks, same, squared, tensors, weights
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Turn, average, squared
 
 WAY_OUT = r"gathered|onefold\.(shard|save|export)"
 

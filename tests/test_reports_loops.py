@@ -9,19 +9,12 @@ import torch
 from torch import nn
 
 import onefold
+from checks import same, tensors, weights
+from models import Block, Stack, build
 from onefold import Precision
 from onefold.errors import OrderMismatchError
-from onefold.plan.table import NAMED_PLANS
-from ranks import (
-    Block,
-    Stack,
-    build,
-    every_plan,
-    same,
-    tensors,
-    thinned,
-    weights,
-)
+from plans import NAMED_PLANS, every_plan
+from ranks import thinned
 
 SCALED = Precision(loss_scale=256.0)
 

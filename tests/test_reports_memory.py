@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
-from ranks import build, every_plan, one_and_two_ranks
+from models import build
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
 
 WIDTH, DEPTH = 64, 12
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ranks import WIDTH, Block, Case, Stack, every_plan, one_and_two_ranks, squared, train
+from models import WIDTH, Block, Stack
+from plans import every_plan, one_and_two_ranks
+from ranks import Case, squared, train
 
 # --- recomputed activations with frozen parameters
 

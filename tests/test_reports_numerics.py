@@ -11,25 +11,11 @@ import torch
 from torch import nn
 
 import onefold
+from checks import grads, same, tensors, weights
+from models import WIDTH, Block, Stack, build
 from onefold import Precision
-from onefold.plan.table import NAMED_PLANS
-from ranks import (
-    WIDTH,
-    Block,
-    Case,
-    Stack,
-    Turn,
-    average,
-    build,
-    every_plan,
-    grads,
-    one_and_two_ranks,
-    same,
-    squared,
-    tensors,
-    train,
-    weights,
-)
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Case, Turn, average, squared, train
 
 # --- several backward passes before a step
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, one_and_two_ranks, squared, train
+from models import WIDTH, Block, Stack, build
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Case, Turn, squared, train
 
 # --- parameters that are idle in some steps
 

@@ -19,22 +19,11 @@ from torch.optim.lr_scheduler import (
 )
 
 import onefold
+from checks import same, tensors, weights
+from models import Stack, build
 from onefold import DynamicLossScale, Precision
-from onefold.plan.table import NAMED_PLANS
-from ranks import (
-    Case,
-    Stack,
-    Turn,
-    average,
-    build,
-    every_plan,
-    one_and_two_ranks,
-    same,
-    squared,
-    tensors,
-    train,
-    weights,
-)
+from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from ranks import Case, Turn, average, squared, train
 
 # --- groups
 

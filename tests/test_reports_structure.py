@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import onefold
-from ranks import WIDTH, Case, Stack, every_plan, one_and_two_ranks, train
+from models import WIDTH, Stack
+from plans import every_plan, one_and_two_ranks
+from ranks import Case, train
 
 
 @dataclasses.dataclass

@@ -10,27 +10,11 @@ import torch
 from torch import nn
 
 import onefold
+from checks import grads, same, tensors, weights
+from models import WIDTH, Block, Stack, build
 from onefold.errors import OnefoldError, OrderMismatchError
-from onefold.plan.table import NAMED_PLANS
-from ranks import (
-    PLANS,
-    WIDTH,
-    Block,
-    Case,
-    Stack,
-    Turn,
-    average,
-    build,
-    every_plan,
-    grads,
-    optimizer_for,
-    plain,
-    same,
-    squared,
-    tensors,
-    train,
-    weights,
-)
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Case, Turn, average, optimizer_for, plain, squared, train
 
 TIMEOUT_S = 240.0
 

@@ -8,10 +8,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import onefold
+from checks import grads, same, tensors, weights
+from models import Block, Stack, build
 from onefold import Precision
 from onefold.errors import OnefoldError
-from onefold.plan.table import NAMED_PLANS
-from ranks import Block, Case, Stack, build, every_plan, grads, same, squared, tensors, thinned, train, weights
+from plans import NAMED_PLANS, every_plan
+from ranks import Case, squared, thinned, train
 
 SCALED = Precision(loss_scale=256.0)
 

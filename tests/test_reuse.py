@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold import DynamicLossScale, Precision
-from onefold.plan.table import NAMED_PLANS
-from ranks import one_and_two_ranks
+from plans import NAMED_PLANS, one_and_two_ranks
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3", "offload", "offload_3")
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onefold import DynamicLossScale
 from onefold.engine.loss_scale import LossScaler, Scaler, StaticScaler, make_scaler
 from onefold.errors import LossScaleError
-from onefold.plan.precision import DynamicLossScale
 
 # Each table: the configuration, then (overflow?, scale afterwards, allowance afterwards) for every step, by hand.
 GOOD, OVER = False, True

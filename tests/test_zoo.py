@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ranks import WIDTH, Block, Case, Stack, thinned, train
+from models import WIDTH, Block, Stack, sequential
+from ranks import Case, thinned, train
 
 # --- convolutions and batch norm
 
@@ -311,10 +312,6 @@ def returned(model, turn):
 
 def lone_linear():
     return nn.Linear(4, 2)
-
-
-def sequential():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
 
 
 class Nested(nn.Module):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from ranks import WIDTH, Block, Case, Stack, squared, thinned, train
+from models import WIDTH, Block, Stack
+from ranks import Case, squared, thinned, train
 
 # --- a module reads what another owns
 

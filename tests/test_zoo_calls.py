@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from ranks import NAMED_PLANS, WIDTH, Case, Stack, build, same, squared, tensors, thinned, train
-from test_zoo import sequential
+from checks import same, tensors
+from models import WIDTH, Stack, build, sequential
+from plans import NAMED_PLANS
+from ranks import Case, squared, thinned, train
 
 
 class Tree(nn.Module):

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, average, build, same, tensors, thinned, weights
+from checks import same, tensors, weights
+from models import Stack, build
+from plans import NAMED_PLANS
+from ranks import Turn, average, thinned
 
 
 class Side:

@@ -2,16 +2,18 @@
 
 import errno
 import os
+import shutil
 import threading
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import onefold
+from inside import insides
 from onefold.checkpoint.files import Files
-from onefold.engine.session import session_of
 from onefold.memory.streams import HostLane
-from onefold.plan.table import NAMED_PLANS
+from plans import NAMED_PLANS
 
 
 class Fault(Files):
@@ -90,7 +92,7 @@ class HeldLane(HostLane):
 def hold_copies(model, problem=None):
     """Let copies that saves of `model` make beside the loop wait; returns the lane with their gate."""
     lane = HeldLane(problem)
-    session_of(model, "a test").lanes.down = lane
+    insides(model).lanes.down = lane
     return lane
 
 
@@ -148,5 +150,99 @@ def after(steps, plan="zero_3"):
     return run.state()
 
 
-def same(mine, theirs):
-    return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+# --- what happens to files
+
+
+def flip(place):
+    def damage(data):
+        at = int(place * (len(data) - 1))
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return damage
+
+
+def instead(make):
+    def replace_file(path):
+        path.unlink()
+        make(path)
+
+    return replace_file
+
+
+INSTEAD = {
+    "missing": Path.unlink,
+    "a directory": instead(Path.mkdir),
+    "a pipe": instead(os.mkfifo),
+    "a link to itself": instead(lambda path: path.symlink_to(path.name)),
+}
+WAYS = {
+    **INSTEAD,
+    "first bit": flip(0.0),
+    "middle bit": flip(0.5),
+    "last bit": flip(1.0),
+    "truncated": lambda data: data[:-1],
+    "emptied": lambda data: b"",
+    "grown": lambda data: data + b"\0",
+    "of the one before": "step-2",
+}
+
+
+def save_both(rank, num_ranks, directory):
+    """Saves steps 2 and 3."""
+    run = SmallRun()
+    for step in (2, 3):
+        run.train(step - run.step)
+        torch.rand(1)
+        run.save(directory / f"step-{step}")
+
+
+def harm(directory, name, way):
+    path = directory / "step-3" / name
+    if way in INSTEAD:
+        INSTEAD[way](path)
+    elif way == "of the one before":
+        shutil.copy(directory / "step-2" / name, path)
+    else:
+        path.write_bytes(WAYS[way](path.read_bytes()))
+
+
+# --- files and waits that are held
+
+
+class Gated(Files):
+    """Writes only once `gate` is open. Puts down, in order, what is created and renamed."""
+
+    def __init__(self, log):
+        self.gate, self._log = threading.Event(), log
+
+    def create(self, path):
+        self._log.append(("create", path.name))
+        return super().create(path)
+
+    def write(self, file, data, offset):
+        self.gate.wait()
+        return super().write(file, data, offset)
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self._log.append(("rename", target.name))
+
+
+def opening(waits, *gates):
+    """The same waits, each of which opens the gates first; whoever does not call them finds them closed."""
+
+    def opened(wait):
+        return lambda: ([gate.set() for gate in gates], wait())
+
+    return [opened(wait) for wait in waits]
+
+
+class Late(Files):
+    """Begins to read what it writes only once `gate` is open."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def create(self, path):
+        self.gate.wait()
+        return super().create(path)

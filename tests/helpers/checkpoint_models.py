@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
+from checks import equal
+from plans import NAMED_PLANS
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3", "offload")
 PRECISIONS = {
@@ -117,14 +118,10 @@ class Run:
         self.step = onefold.load(path, self.model, self.optimizer, scheduler=self.scheduler, **options)["step"]
 
 
-def equal(mine, theirs):
+def same_state(mine, theirs):
     """Whether two states are the same, bit for bit."""
     (tensors, numbers), (others, other_numbers) = mine, theirs
-    return (
-        numbers == other_numbers
-        and tensors.keys() == others.keys()
-        and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
-    )
+    return numbers == other_numbers and equal(tensors, others)
 
 
 def distance(mine, theirs):

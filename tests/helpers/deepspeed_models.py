@@ -73,10 +73,6 @@ def values_of(model):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def same(found, wanted):
-    return found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
-
-
 def plain(seed=3):
     torch.manual_seed(seed)
     return Net()

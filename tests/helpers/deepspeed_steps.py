@@ -1,6 +1,5 @@
 """Owns how tests make and step DeepSpeed's engine on Onefold, and look at its weights."""
 
-import torch
 from torch import nn
 
 import onefold
@@ -26,11 +25,3 @@ def steps(run, first, last):
 def weights(engine):
     with onefold.gathered(engine.module):
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-
-
-def same(got, want, bound=0.0):
-    assert list(got) == list(want)
-    for name in want:
-        torch.testing.assert_close(
-            got[name], want[name], rtol=bound, atol=bound, msg=lambda told, n=name: f"{n}: {told}"
-        )

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
+from plans import NAMED_PLANS
 
 PATIENCE_S = 60.0
 CPU = torch.device("cpu")
@@ -24,8 +24,3 @@ def grid(shape, names=("replicate", "shard")):
 def sharded(model, plan, shape, **options):
     name, more = PLANS[plan]
     return onefold.shard(model, NAMED_PLANS[name], mesh=grid(shape), **more, **options)
-
-
-def same_bits(one, other):
-    """Whether two models' tensors by name are the same, bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -17,18 +17,13 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.session import session_of
-from onefold.plan.table import NAMED_PLANS
+from checks import Tensors, grads, pending, same, tensors, weights
+from models import build
+from plans import NAMED_PLANS
 
-Tensors = Mapping[str, torch.Tensor | None]
-
-PLANS = ("zero_0", "zero_1", "zero_2", "zero_3")
-every_plan = pytest.mark.parametrize("plan", PLANS)
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed==0.19.8"
 )
-one_and_two_ranks = pytest.mark.parametrize("num_ranks", [1, 2])
-
 thinned = pytest.mark.parametrize(
     ("plan", "num_ranks"),
     [("zero_0", 2), ("zero_1", 2), ("zero_2", 1), ("zero_2", 2), ("zero_3", 1), ("zero_3", 2)],
@@ -93,108 +88,8 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-WIDTH = 8
-
-
-class Block(nn.Module):
-    """The repeated block of small models; keeps an intermediate, as models that expose attention maps do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        self.middle = torch.tanh(self.up(self.norm(x)))
-        return x + self.down(self.middle)
-
-
-class Lean(Block):
-    """A block that keeps no intermediate: one that a checkpoint recomputes would hold the weights' memory."""
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """A small model of repeated blocks, each a unit of its own: [n, 4] to [n, 2]."""
-
-    def __init__(self, depth=3, block=Block):
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def squared(model, turn):
     model(turn.randn(3, 4)).pow(2).mean().backward()
-
-
-def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return make()
-
-
-def noticed_views(model: nn.Module) -> tuple[list[bool], list[bool]]:
-    """Of each flat buffer whether somebody is seen to hold views of it: when nobody does, and when somebody does."""
-    buffers = [flat.buffer for unit in session_of(model, "the test").runtime.units for flat in unit.flats]
-    alone = [buffer.is_watched for buffer in buffers]
-    views = [param.data for param in model.parameters()]
-    held = [buffer.is_watched for buffer in buffers]
-    del views
-    return alone, held
-
-
-def clean(name: str) -> str:
-    """A parameter's name without what `torch.compile` adds."""
-    return name.replace("_orig_mod.", "")
-
-
-def tensors(model: nn.Module) -> Tensors:
-    """Copies of parameters and buffers by name; the parameters must be whole."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {clean(name): tensor.detach().clone() for name, tensor in named}
-
-
-def weights(model: nn.Module) -> Tensors:
-    """Every parameter, whole, and every buffer of this rank."""
-    with onefold.gathered(model):
-        return tensors(model)
-
-
-def grads(model: nn.Module) -> Tensors:
-    """Every pending averaged gradient, whole."""
-    with onefold.gathered(model):
-        return _grads(model)
-
-
-def _grads(model: nn.Module) -> Tensors:
-    return {clean(n): None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
-
-
-def same(got: Tensors, want: Tensors, tolerance: float = 1e-5) -> None:
-    """Raise AssertionError that names every tensor that differs. No gradient and a zero gradient count as equal."""
-    wrong = [f"only {'got' if name in got else 'wanted'}: {name}" for name in sorted(set(got) ^ set(want))]
-    for name in sorted(set(got) & set(want)):
-        a, b = got[name], want[name]
-        if a is None and b is None:
-            continue
-        a = torch.zeros_like(b) if a is None else a
-        b = torch.zeros_like(a) if b is None else b
-        if a.shape != b.shape or a.dtype != b.dtype:
-            wrong.append(f"{name}: got {a.dtype}{list(a.shape)}, wanted {b.dtype}{list(b.shape)}")
-        elif not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
-            worst = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item()
-            wrong.append(f"{name}: off by up to {worst:.3g}, {a.flatten()[:3].tolist()} for {b.flatten()[:3].tolist()}")
-    if wrong:
-        raise AssertionError("\n  ".join([f"{len(wrong)} of {len(want)} differ:", *wrong[:20]]))
 
 
 def average(replicas: list[nn.Module]) -> None:
@@ -231,7 +126,7 @@ def plain(case: Case, rank: int, num_ranks: int) -> tuple[list[tuple[Tensors, li
             case.before(replica, step)
             case.work(replica, Turn(number, step, sharded=False))
         average(replicas)
-        history.append((_grads(replicas[rank]), rates(optimizers[rank])))
+        history.append((pending(replicas[rank]), rates(optimizers[rank])))
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule()
