@@ -5,9 +5,10 @@ With or without it, and however micro-batches are cut, the gradient is the mean 
 
 import pytest
 import torch
+from torch import nn
 
 import onefold
-from checks import grads, weights
+from checks import grads, same, weights
 from models import Stack, build
 from onefold import Precision
 from onefold.engine.released import ReducedGradient
@@ -222,3 +223,66 @@ def test_accumulate_needs_a_sharded_model():
         onefold.accumulate(Stack()),
     ):
         pass
+
+
+# --- micro-batches and the batch
+
+
+def micro_steps(rank, num_ranks, plan, counts):
+    """The norm after each step of micro-gradients 1, 2, .. `count`, the same on all ranks, each divided by `count`."""
+    model = onefold.shard(nn.Sequential(nn.Linear(4, 1, bias=False)), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.0)
+    norms = []
+    for count in counts:
+        for k in range(count):
+            loss = model(torch.full((1, 4), k + 1.0)).sum() / count
+            if k < count - 1:
+                with onefold.accumulate(model):
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+@every_plan
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("counts", [(4, 4, 4), (1, 4, 2), (3, 1, 1)], ids=str)
+def test_every_step_counts_its_micro_batches_alike(ranks, counts, plan, num_ranks):
+    means = [(count + 1) / 2 * 4**0.5 for count in counts]  # mean of 1..count in each of 4 weights
+    for norms in ranks(num_ranks).run(micro_steps, plan, counts):
+        assert norms == pytest.approx(means, rel=1e-6)
+
+
+def split_batch(rank, num_ranks, plan, count):
+    """Gradients, norm and losses of one batch of 4 rows a rank, cut into `count` micro-batches."""
+    batch = torch.randn(num_ranks, 4, 4, generator=torch.Generator().manual_seed(7))
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.1)
+    losses = []
+    for index, part in enumerate(batch[rank].chunk(count)):
+        loss = model(part).pow(2).mean()
+        before = loss.item()
+        if index < count - 1:
+            with onefold.accumulate(model):
+                (loss / count).backward()
+        else:
+            (loss / count).backward()
+        losses += [before, loss.item()]  # backward leaves the loss as it was
+    reference = build(Stack)
+    reference(batch.flatten(0, 1)).pow(2).mean().backward()
+    same(grads(model), {name: parameter.grad for name, parameter in reference.named_parameters()})
+    optimizer.step()
+    whole = [parameter.grad for parameter in reference.parameters()]
+    return optimizer.grad_norm, torch.nn.utils.get_total_norm(whole).item(), losses
+
+
+@every_plan
+@one_and_two_ranks
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_micro_batches_equal_the_batch(ranks, count, plan, num_ranks):
+    for norm, wanted, losses in ranks(num_ranks).run(split_batch, plan, count):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        assert losses[::2] == losses[1::2]

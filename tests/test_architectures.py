@@ -1,4 +1,4 @@
-"""Promise: any `nn.Module` trains sharded as it does in plain PyTorch. Here: architectures.
+"""Promise: an architecture of any kind trains sharded as it does in plain PyTorch.
 
 Every model has blocks in a ModuleList or Sequential where such models have them, so units really form under ZERO_3.
 """

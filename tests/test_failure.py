@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import onefold
-from checks import weights
-from models import Stack, build
+from checks import same, tensors, weights
+from models import Stack, backward, build, sharded
+from onefold import Precision
 from onefold.comm.mesh import connect
 from onefold.engine.released import ReducedGradient
 from onefold.errors import OrderMismatchError
 from onefold.testing import RankError
 from plans import NAMED_PLANS, every_plan, one_and_two_ranks
-from ranks import Turn
+from ranks import Turn, thinned
 
 PATIENCE_S = 240.0
 
@@ -288,3 +289,42 @@ def patience(rank, num_ranks, seconds):
 def test_groups_are_as_patient_as_the_script_says(ranks, tmp_path, given):
     found = ranks(2).run(patience, (given, tmp_path / "meeting"))
     assert found == [timedelta(seconds=77) if given else default_pg_timeout] * 2
+
+
+# --- forwards that are interrupted
+
+
+SCALED = Precision(loss_scale=256.0)
+
+
+class Interrupting(Stack):
+    """Ctrl-C falls into its second forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.blocks[0](self.embed(x))
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+def interrupted(rank, num_ranks, plan, precision):
+    model, plain = sharded(plan, Interrupting, precision=precision), build(Interrupting)
+    optimizer, other = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for each, its in ((model, optimizer), (plain, other)):
+        for _ in range(4):
+            try:
+                backward(each)
+            except KeyboardInterrupt:
+                continue
+            its.step()
+            its.zero_grad()
+    same(weights(model), tensors(plain))
+
+
+@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
+@thinned
+def test_an_interrupted_forward_leaves_nothing_behind(ranks, plan, num_ranks, precision):
+    ranks(num_ranks).run(interrupted, plan, precision)

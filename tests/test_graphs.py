@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import onefold
-from models import WIDTH, Stack
+from checks import same
+from models import WIDTH, Stack, build, sharded
+from onefold.errors import OnefoldError
 from plans import every_plan, one_and_two_ranks
 from ranks import Case, train
 
@@ -291,3 +293,25 @@ PENALTIES = {
 @pytest.mark.parametrize("name", PENALTIES)
 def test_gradients_of_gradients(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, PENALTIES[name], plan)
+
+
+# --- transforms of functions
+
+
+def transformed(rank, num_ranks, plan):
+    """torch.func over a sharded model: right, or an error of ours."""
+    model, plain = sharded(plan), build(Stack)
+    x = torch.ones(2, 4)
+    want = torch.func.grad(lambda each: plain(each).sum())(x)
+    try:
+        got = torch.func.grad(lambda each: model(each).sum())(x)
+    except OnefoldError as error:
+        return str(error)
+    same({"x": got}, {"x": want})
+    return None
+
+
+@every_plan
+def test_function_transforms_are_right_or_refused(ranks, plan):
+    for message in ranks(2).run(transformed, plan):
+        assert message is None or "torch.func" in message

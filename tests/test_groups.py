@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -20,10 +21,10 @@ from torch.optim.lr_scheduler import (
 
 import onefold
 from checks import same, tensors, weights
-from models import Stack, build
+from models import Stack, backward, build, sharded
 from onefold import DynamicLossScale, Precision
 from plans import NAMED_PLANS, every_plan, one_and_two_ranks
-from ranks import Case, Turn, average, squared, train
+from ranks import Case, Turn, average, squared, thinned, train
 
 # --- groups
 
@@ -286,3 +287,42 @@ def schedule_quietly(rank, num_ranks, plan):
 @every_plan
 def test_schedulers_see_the_step(ranks, plan):
     assert ranks(2).run(schedule_quietly, plan) == [[0.5], [0.5]]
+
+
+# --- two optimizers
+
+
+def two_optimizers(rank, num_ranks, plan):
+    """One for the blocks, one for the rest, which do not step and clear at the same times."""
+
+    def pair(model, make):
+        inner = list(model.blocks.parameters())
+        outer = [*model.embed.parameters(), *model.head.parameters()]
+        return make(model, inner, 0.1), make(model, outer, 0.02)
+
+    def ours(model, params, lr):
+        return onefold.SGD(model, lr=lr, param_groups=[{"params": params}], max_grad_norm=0.1)
+
+    def torchs(model, params, lr):
+        return torch.optim.SGD(params, lr=lr)
+
+    model, plain = sharded(plan), build(Stack)
+    both, others = pair(model, ours), pair(plain, torchs)
+    for turn in range(4):
+        backward(model)
+        backward(plain)
+        which = turn % 2
+        norm = nn.utils.clip_grad_norm_([p for group in others[which].param_groups for p in group["params"]], 0.1)
+        both[which].step()
+        others[which].step()
+        assert abs(both[which].grad_norm - norm.item()) < 1e-5
+        both[which].zero_grad()
+        others[which].zero_grad()
+        if turn == 0:  # clipping changed plain's gradients only where the optimizer cleared them anyhow
+            assert model.embed.weight.grad is not None
+    same(weights(model), tensors(plain))
+
+
+@thinned
+def test_two_optimizers_keep_to_their_own(ranks, plan, num_ranks):
+    ranks(num_ranks).run(two_optimizers, plan)

@@ -1,6 +1,6 @@
-"""Promise: any `nn.Module` trains sharded as it does in plain PyTorch. Here: Hugging Face models, unchanged, and PEFT.
+"""Promise: models of transformers, unchanged, and adapters of peft train sharded as they do in plain PyTorch.
 
-Built from tiny configurations; nothing is downloaded. Dropout stays on, since sharding draws no random numbers.
+Dropout stays on, since sharding draws no random numbers.
 """
 
 from functools import partial

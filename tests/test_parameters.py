@@ -13,7 +13,7 @@ from torch import nn
 import onefold
 from models import WIDTH, Block, Stack, build
 from plans import NAMED_PLANS, every_plan, one_and_two_ranks
-from ranks import Case, Turn, squared, train
+from ranks import Case, Turn, squared, thinned, train
 
 # --- parameters that are idle in some steps
 
@@ -354,3 +354,29 @@ def in_sequences(model, turn):
 @every_plan
 def test_parameters_of_a_class_of_their_own(ranks, plan):
     ranks(2).run(train, Case(model=Recurrent, work=in_sequences), plan)
+
+
+# --- frozen parameters
+
+
+def frozen_of(dtype):
+    model = Stack()
+    values = torch.arange(24).view(4, 6) % 15
+    model.table = nn.Parameter(values.to(dtype), requires_grad=False)
+    model.register_buffer("counts", (values + 1).to(dtype))
+    return model
+
+
+def odd_dtype(rank, num_ranks, plan, dtype):
+    torch.manual_seed(rank)
+    model = onefold.shard(frozen_of(dtype), NAMED_PLANS[plan], units=[Block])
+    want = torch.arange(24).view(4, 6) % 15
+    with onefold.gathered(model):
+        assert torch.equal(model.table.to(torch.int64), want)
+    assert torch.equal(model.counts.to(torch.int64), want + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64], ids=str)
+@thinned
+def test_frozen_parameters_of_any_dtype(ranks, plan, num_ranks, dtype):
+    ranks(num_ranks).run(odd_dtype, plan, dtype)

@@ -1,4 +1,4 @@
-"""Promise: any `nn.Module` trains sharded as it does in plain PyTorch. Here: training loops with more than one model.
+"""Promise: loops that train more than one model end with the weights of plain PyTorch.
 
 Each loop is written once and run twice: with plain replicas whose gradients are averaged by hand, and sharded.
 """

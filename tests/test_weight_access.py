@@ -1,4 +1,4 @@
-"""Promise: any `nn.Module` trains sharded as it does in plain PyTorch. Here: every way a model may use a weight.
+"""Promise: however a model uses its weights, it trains sharded as it does in plain PyTorch.
 
 What reads a weight is often not the module that owns it: a parent, a loss inside forward, an autograd function.
 """

@@ -6,25 +6,16 @@ torch does, it says so.
 
 import pytest
 import torch
-from torch import nn
 
 import onefold
 from checks import same, tensors, weights
-from models import Block, Stack, build
+from models import Stack, backward, build, sharded
 from onefold import Precision
 from onefold.errors import OrderMismatchError
 from plans import NAMED_PLANS, every_plan
 from ranks import thinned
 
 SCALED = Precision(loss_scale=256.0)
-
-
-def sharded(plan, make=Stack, **options):
-    return onefold.shard(build(make), NAMED_PLANS[plan], **options)
-
-
-def backward(model, factor=1.0):
-    (factor * model(torch.linspace(-1, 1, 12).view(3, 4)).square().mean()).backward()
 
 
 def whole(model):
@@ -162,43 +153,7 @@ def test_a_gradient_cleared_on_one_rank_only_is_an_error(ranks, plan):
         assert "every rank" in message
 
 
-# --- optimizers
-
-
-def two_optimizers(rank, num_ranks, plan):
-    """One for the blocks, one for the rest, which do not step and clear at the same times."""
-
-    def pair(model, make):
-        inner = list(model.blocks.parameters())
-        outer = [*model.embed.parameters(), *model.head.parameters()]
-        return make(model, inner, 0.1), make(model, outer, 0.02)
-
-    def ours(model, params, lr):
-        return onefold.SGD(model, lr=lr, param_groups=[{"params": params}], max_grad_norm=0.1)
-
-    def torchs(model, params, lr):
-        return torch.optim.SGD(params, lr=lr)
-
-    model, plain = sharded(plan), build(Stack)
-    both, others = pair(model, ours), pair(plain, torchs)
-    for turn in range(4):
-        backward(model)
-        backward(plain)
-        which = turn % 2
-        norm = nn.utils.clip_grad_norm_([p for group in others[which].param_groups for p in group["params"]], 0.1)
-        both[which].step()
-        others[which].step()
-        assert abs(both[which].grad_norm - norm.item()) < 1e-5
-        both[which].zero_grad()
-        others[which].zero_grad()
-        if turn == 0:  # clipping changed plain's gradients only where the optimizer cleared them anyhow
-            assert model.embed.weight.grad is not None
-    same(weights(model), tensors(plain))
-
-
-@thinned
-def test_two_optimizers_keep_to_their_own(ranks, plan, num_ranks):
-    ranks(num_ranks).run(two_optimizers, plan)
+# --- steps
 
 
 def step_while_gathered(rank, num_ranks, plan):
@@ -269,24 +224,31 @@ def test_writes_into_whole_parameters_outlive_the_step(ranks, plan, name, precis
     ranks(2).run(written, plan, name, PRECISIONS[precision])
 
 
-def frozen_of(dtype):
-    model = Stack()
-    values = torch.arange(24).view(4, 6) % 15
-    model.table = nn.Parameter(values.to(dtype), requires_grad=False)
-    model.register_buffer("counts", (values + 1).to(dtype))
-    return model
+# --- zeros that users write
 
 
-def odd_dtype(rank, num_ranks, plan, dtype):
-    torch.manual_seed(rank)
-    model = onefold.shard(frozen_of(dtype), NAMED_PLANS[plan], units=[Block])
-    want = torch.arange(24).view(4, 6) % 15
-    with onefold.gathered(model):
-        assert torch.equal(model.table.to(torch.int64), want)
-    assert torch.equal(model.counts.to(torch.int64), want + 1)
+def zeroed(rank, num_ranks, plan, precision):
+    """Rows are set to zero after every step, as for padding or pruning."""
+    model, plain = onefold.shard(build(Stack), PLANS_WHOLE[plan], precision=precision), build(Stack)
+    optimizers = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(torch.ones(3, 4)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter[::2].zero_()
+    for optimizer in optimizers:
+        optimizer.step()  # nothing to update by
+    got = {name: tensor.float() for name, tensor in weights(model).items()}
+    same(got, tensors(plain), 3e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64], ids=str)
-@thinned
-def test_frozen_parameters_of_any_dtype(ranks, plan, num_ranks, dtype):
-    ranks(num_ranks).run(odd_dtype, plan, dtype)
+PLANS_WHOLE = {name: NAMED_PLANS[name] for name in ("zero_0", "zero_1", "zero_2", "offload")}
+
+
+@pytest.mark.parametrize("plan", PLANS_WHOLE)
+@pytest.mark.parametrize("precision", [Precision(params="bf16"), Precision(params="fp16")], ids=["bf16", "fp16"])
+def test_weights_that_are_set_to_zero_train_on(ranks, plan, precision):
+    ranks(2).run(zeroed, plan, precision)

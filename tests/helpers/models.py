@@ -1,10 +1,14 @@
 """Owns the small models that tests share. A model that one promise needs is beside that promise's tests."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import onefold
+from plans import NAMED_PLANS
 
 WIDTH = 8
 
@@ -67,6 +71,16 @@ def sequential():
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make()
+
+
+def sharded(plan: str, make: Callable[[], nn.Module] = Stack, **options: Any) -> nn.Module:
+    """A small model under a plan, by its name."""
+    return onefold.shard(build(make), NAMED_PLANS[plan], **options)
+
+
+def backward(model: nn.Module, factor: float = 1.0) -> None:
+    """One backward of a `Stack`, on data that are always the same."""
+    (factor * model(torch.linspace(-1, 1, 12).view(3, 4)).square().mean()).backward()
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
