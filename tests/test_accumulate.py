@@ -12,7 +12,8 @@ from checks import grads, same, weights
 from models import Stack, build
 from onefold import Precision
 from onefold.engine.released import ReducedGradient
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
 from ranks import Turn
 
 MICRO = 3
@@ -100,16 +101,12 @@ def gradients(rank, num_ranks, plan, way):
     return len(want) - len(equal), len(want) - len(close)
 
 
-@one_and_two_ranks
-@every_plan
-@pytest.mark.parametrize("way", SUMMED, ids=lambda way: way.__name__)
+@pairwise(way=SUMMED, plan=PLANS, num_ranks=(1, 2))
 def test_the_sum_is_reduced_once_to_the_bit(ranks, way, plan, num_ranks):
     assert ranks(num_ranks).run(gradients, plan, way) == [(0, 0)] * num_ranks
 
 
-@one_and_two_ranks
-@every_plan
-@pytest.mark.parametrize("way", OTHERS, ids=lambda way: way.__name__)
+@pairwise(way=OTHERS, plan=PLANS, num_ranks=(1, 2))
 def test_other_ways_give_the_same_mean(ranks, way, plan, num_ranks):
     assert [wrong for _, wrong in ranks(num_ranks).run(gradients, plan, way)] == [0] * num_ranks
 
@@ -247,9 +244,7 @@ def micro_steps(rank, num_ranks, plan, counts):
     return norms
 
 
-@every_plan
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("counts", [(4, 4, 4), (1, 4, 2), (3, 1, 1)], ids=str)
+@pairwise(counts=((4, 4, 4), (1, 4, 2), (3, 1, 1)), plan=PLANS, num_ranks=(1, 2, 3))
 def test_every_step_counts_its_micro_batches_alike(ranks, counts, plan, num_ranks):
     means = [(count + 1) / 2 * 4**0.5 for count in counts]  # mean of 1..count in each of 4 weights
     for norms in ranks(num_ranks).run(micro_steps, plan, counts):
@@ -279,9 +274,7 @@ def split_batch(rank, num_ranks, plan, count):
     return optimizer.grad_norm, torch.nn.utils.get_total_norm(whole).item(), losses
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pairwise(count=(1, 2, 4), plan=PLANS, num_ranks=(1, 2))
 def test_micro_batches_equal_the_batch(ranks, count, plan, num_ranks):
     for norm, wanted, losses in ranks(num_ranks).run(split_batch, plan, count):
         assert norm == pytest.approx(wanted, rel=1e-5)

@@ -7,13 +7,14 @@ import collections
 import dataclasses
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from models import WIDTH, Block, Stack, sequential
-from ranks import Case, thinned, train
+from pairs import pairwise
+from plans import PLANS
+from ranks import Case, train
 
 # --- convolutions and batch norm
 
@@ -363,7 +364,6 @@ CASES = {
 }
 
 
-@thinned
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=list(CASES), plan=PLANS, num_ranks=(1, 2))
 def test_architectures(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, CASES[name], plan)

@@ -5,12 +5,12 @@ Libraries failed here by counting passes once too often or too seldom: that does
 
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
 from models import WIDTH, Stack
-from plans import every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import PLANS
 from ranks import Case, squared, train
 
 
@@ -97,8 +97,6 @@ BACKWARDS = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("name", BACKWARDS)
+@pairwise(name=list(BACKWARDS), plan=PLANS, num_ranks=(1, 2))
 def test_every_backward_counts_once(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, BACKWARDS[name], plan)

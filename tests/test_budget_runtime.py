@@ -14,7 +14,8 @@ import onefold
 from inside import counted
 from models import WIDTH, Block, Stack, build
 from onefold import Precision, Tier
-from plans import NAMED_PLANS, every_plan
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
 from ranks import Turn
 
 # --- models
@@ -96,9 +97,7 @@ def held_and_predicted(rank, num_ranks, plan, precision):
     return found
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@every_plan
+@pairwise(plan=PLANS, num_ranks=(1, 2, 3, 4), precision=list(PRECISIONS))
 def test_a_rank_holds_what_was_predicted(ranks, plan, num_ranks, precision):
     results = ranks(num_ranks).run(held_and_predicted, plan, precision)
     for found in results:
@@ -178,9 +177,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("spread", list(SPREAD))
-@every_plan
+@pairwise(plan=PLANS, spread=list(SPREAD), num_ranks=(2, 3))
 def test_a_step_moves_what_was_predicted(ranks, plan, spread, num_ranks):
     for counts, predicted, psi in ranks(num_ranks).run(steady, plan, *SPREAD[spread]):
         assert predicted == tuple(times * psi for times in MULTIPLES[plan])

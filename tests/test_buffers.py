@@ -1,6 +1,5 @@
 """Promise: buffers stay what the model makes of them: no plan and no precision casts or rounds one."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -8,7 +7,8 @@ import onefold
 from checks import same
 from models import build
 from onefold import Precision
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS
 from ranks import Turn
 
 
@@ -50,9 +50,7 @@ def buffers_after_two_steps(rank, num_ranks, plan, dtype):
     return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pairwise(dtype=(torch.bfloat16, torch.float16), plan=PLANS, num_ranks=(1, 2))
 def test_precision_leaves_buffers_alone(ranks, dtype, plan, num_ranks):
     for dtypes in ranks(num_ranks).run(buffers_after_two_steps, plan, dtype):
         cast = {name: name.startswith("norm") for name in dtypes}

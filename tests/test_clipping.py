@@ -12,7 +12,8 @@ import onefold
 from checks import same, tensors, weights
 from models import WIDTH, Block, Stack, build
 from onefold import Precision
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 from ranks import Turn, average, squared
 
 
@@ -76,10 +77,7 @@ def clipped_step(rank, num_ranks, plan, model, limit, precision):
     return norms, wanted
 
 
-@every_plan
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("limit", [0.01, 1e6, None])
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=list(MODELS), limit=(0.01, 1e6, None), plan=PLANS, num_ranks=(1, 2, 3))
 def test_the_norm_is_global_and_clips(ranks, model, limit, plan, num_ranks):
     results = ranks(num_ranks).run(clipped_step, plan, MODELS[model], limit, Precision())
     for norms, wanted in results:

@@ -7,6 +7,7 @@ import onefold
 from checkpoint_models import PLANS, Run, same_state
 from inside import insides
 from onefold.errors import OptimizerError
+from pairs import pairwise
 
 DECAY = 0.75
 
@@ -36,9 +37,7 @@ def exact(run):
     return {flat.names[0]: part.master.load().double() for flat, part in trained}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("plan", [*PLANS, "offload_3"])
+@pairwise(plan=(*PLANS, "offload_3"), precision=("fp32", "bf16", "fp16"), num_ranks=(1, 2))
 def test_an_average_is_what_arithmetic_makes_it(ranks, plan, precision, num_ranks):
     for off, is_same in ranks(num_ranks).run(average_by_hand, plan, precision):
         assert off < 1e-6

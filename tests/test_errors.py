@@ -21,7 +21,8 @@ from onefold.errors import (
     ReducedGradientError,
     ShardError,
 )
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
 
 
 def sharded(plan="zero_3"):
@@ -268,10 +269,7 @@ def torch_optimizer(rank, num_ranks, plan, is_before, foreach):
     return message
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("is_before", [True, False])
-@one_and_two_ranks
-@every_plan
+@pairwise(plan=PLANS, num_ranks=(1, 2), is_before=(True, False), foreach=(True, False))
 def test_an_optimizer_of_torch_is_refused_when_it_steps(ranks, plan, num_ranks, is_before, foreach):
     for message in ranks(num_ranks).run(torch_optimizer, plan, is_before, foreach):
         assert message is not None

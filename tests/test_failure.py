@@ -18,8 +18,9 @@ from onefold.comm.mesh import connect
 from onefold.engine.released import ReducedGradient
 from onefold.errors import OrderMismatchError
 from onefold.testing import RankError
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
-from ranks import Turn, thinned
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Turn
 
 PATIENCE_S = 240.0
 
@@ -164,9 +165,7 @@ def with_and_without(rank, num_ranks, plan, fail, is_accumulated, when):
     return [name for name, tensor in ends[0].items() if not torch.equal(tensor, ends[1][name])], left
 
 
-@one_and_two_ranks
-@by_failure
-@every_plan
+@pairwise(fail=FAILURES, plan=PLANS, num_ranks=(1, 2))
 def test_the_next_step_is_as_if_nothing_had_failed(ranks, plan, fail, num_ranks):
     results = ranks(num_ranks).run(with_and_without, plan, fail, False, 1, timeout_s=PATIENCE_S)
     assert results == [([], [])] * num_ranks
@@ -324,7 +323,6 @@ def interrupted(rank, num_ranks, plan, precision):
     same(weights(model), tensors(plain))
 
 
-@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
-@thinned
+@pairwise(precision={"plain": None, "scaled": SCALED}, plan=PLANS, num_ranks=(1, 2))
 def test_an_interrupted_forward_leaves_nothing_behind(ranks, plan, num_ranks, precision):
     ranks(num_ranks).run(interrupted, plan, precision)

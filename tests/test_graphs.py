@@ -14,7 +14,8 @@ import onefold
 from checks import same
 from models import WIDTH, Stack, build, sharded
 from onefold.errors import OnefoldError
-from plans import every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import PLANS, every_plan
 from ranks import Case, train
 
 
@@ -143,9 +144,7 @@ ENTRIES = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("name", ENTRIES)
+@pairwise(name=list(ENTRIES), plan=PLANS, num_ranks=(1, 2))
 def test_backward_may_enter_anywhere(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, ENTRIES[name], plan)
 
@@ -231,9 +230,7 @@ ORDERS = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("name", ORDERS)
+@pairwise(name=list(ORDERS), plan=PLANS, num_ranks=(1, 2))
 def test_forwards_and_backwards_in_any_order(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, ORDERS[name], plan)
 
@@ -288,9 +285,7 @@ PENALTIES = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("name", PENALTIES)
+@pairwise(name=list(PENALTIES), plan=PLANS, num_ranks=(1, 2))
 def test_gradients_of_gradients(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, PENALTIES[name], plan)
 

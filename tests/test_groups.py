@@ -23,7 +23,8 @@ import onefold
 from checks import same, tensors, weights
 from models import Stack, backward, build, sharded
 from onefold import DynamicLossScale, Precision
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 from ranks import Case, Turn, average, squared, thinned, train
 
 # --- groups
@@ -110,9 +111,7 @@ def stepwise(optimizer):
 SCHEDULES = (by_epoch, per_group, warm_up_then_cosine, one_cycle, on_plateau, stepwise)
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("groups", GROUPS)
+@pairwise(groups=list(GROUPS), plan=PLANS, num_ranks=(1, 2))
 def test_groups_keep_their_places_and_rates(ranks, groups, plan, num_ranks):
     optimizer = partial(grouped, groups=GROUPS[groups])
     case = Case(model=half_frozen, work=squared, optimizer=optimizer, schedule=per_group, steps=3)
@@ -227,9 +226,7 @@ def until_a_good_step(rank, num_ranks, plan, precision):
     return seen
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("dtype", OVERFLOW)
+@pairwise(dtype=list(OVERFLOW), plan=PLANS, num_ranks=(1, 2))
 def test_a_skipped_step_leaves_no_trace_but_the_scale(ranks, dtype, plan, num_ranks):
     results = ranks(num_ranks).run(until_a_good_step, plan, OVERFLOW[dtype])
     assert all(seen == results[0] for seen in results)
@@ -262,10 +259,12 @@ def bad_on_one_rank(rank, num_ranks, plan, value, accumulated):
     return first, optimizer.skipped, finite, optimizer.loss_scale
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("accumulated", [False, True], ids=["at the boundary", "in accumulate"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pairwise(
+    value=(float("inf"), float("nan")),
+    accumulated={"at the boundary": False, "in accumulate": True},
+    plan=PLANS,
+    num_ranks=(1, 2),
+)
 def test_one_bad_rank_makes_every_rank_skip(ranks, value, accumulated, plan, num_ranks):
     results = ranks(num_ranks).run(bad_on_one_rank, plan, value, accumulated)
     assert results == [(True, False, True, 2.0)] * num_ranks

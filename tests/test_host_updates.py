@@ -25,6 +25,7 @@ from host_updates import (
 from inside import BrokenKernel, TorchKernel, finish_updates, insides
 from models import Stack, build
 from onefold import Precision
+from pairs import pairwise
 from ranks import Turn
 
 
@@ -47,9 +48,7 @@ def returned(rank, num_ranks, plan, way):
     return told_before, kernel.was_told
 
 
-@every_plan
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pairwise(plan=list(PLANS), num_ranks=(1, 2), way=list(WAYS))
 def test_a_step_returns_first_and_no_old_weight_is_seen(ranks, way, num_ranks, plan):
     for before, told in ranks(num_ranks).run(returned, plan, WAYS[way]):
         assert before == []

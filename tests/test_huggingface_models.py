@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from huggingface_models import VOCABULARY, bert, gpt2, llama, lora, mixtral, t5, text, vit
+from pairs import pairwise
+from plans import PLANS
 from ranks import Case, train
 
 places = pytest.mark.parametrize(
@@ -94,7 +96,6 @@ CASES = {
 }
 
 
-@places
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=list(CASES), plan=PLANS, num_ranks=(1, 2))
 def test_hugging_face_models(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, CASES[name], plan)

@@ -10,13 +10,13 @@ import time
 import weakref
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
 import onefold
 from models import build
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 
 WIDTH, DEPTH = 64, 12
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -164,9 +164,7 @@ def bytes_around(rank, num_ranks, plan, one_pass):
     return seen
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("one_pass", PASSES)
+@pairwise(one_pass=PASSES, plan=PLANS, num_ranks=(1, 2))
 def test_nothing_stays_gathered_after(ranks, one_pass, plan, num_ranks):
     for before, *after in ranks(num_ranks).run(bytes_around, plan, one_pass):
         assert max(after) <= before + SLACK_BYTES
@@ -182,9 +180,11 @@ def bytes_per_step(rank, num_ranks, plan, make_optimizer):
     return seen
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("make_optimizer", [partial(onefold.AdamW, lr=1e-3), partial(onefold.SGD, lr=1e-3)])
+@pairwise(
+    make_optimizer={"AdamW": partial(onefold.AdamW, lr=1e-3), "SGD": partial(onefold.SGD, lr=1e-3)},
+    plan=PLANS,
+    num_ranks=(1, 2),
+)
 def test_training_does_not_grow(ranks, make_optimizer, plan, num_ranks):
     for seen in ranks(num_ranks).run(bytes_per_step, plan, make_optimizer):
         assert max(seen[2:]) <= seen[1] + 1024, seen
@@ -216,9 +216,7 @@ def bytes_before_and_after(rank, num_ranks, plan, make):
     return before, held, after, seen() is None
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("make", [Deep, Keeping])
+@pairwise(make=(Deep, Keeping), plan=PLANS, num_ranks=(1, 2))
 def test_a_dropped_model_leaves_nothing(ranks, plan, num_ranks, make):
     for before, held, after, gone in ranks(num_ranks).run(bytes_before_and_after, plan, make):
         assert held > before
@@ -278,9 +276,7 @@ def bytes_at_every_block(rank, num_ranks, train, prefetch_bytes):
     return resting, min(peaks), live_bytes(at_most=base + resting) - base
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, BLOCK_BYTES])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("train", [False, True], ids=["evaluation", "training"])
+@pairwise(train={"evaluation": False, "training": True}, num_ranks=(2, 3), prefetch_bytes=(0, BLOCK_BYTES))
 def test_only_the_units_in_use_are_whole(ranks, train, num_ranks, prefetch_bytes):
     units = 1 + prefetch_bytes // BLOCK_BYTES
     # Gradient shards and six whole buffers: one arriving, one collected, two on their way, each sent and received.

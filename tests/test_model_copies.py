@@ -17,7 +17,8 @@ import onefold
 from checks import same, tensors, weights
 from models import Stack, build
 from onefold.errors import OnefoldError
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 from ranks import Turn, average, squared
 
 WAY_OUT = r"gathered|onefold\.(shard|save|export)"
@@ -110,9 +111,7 @@ def copied(rank, num_ranks, plan, how):
     return "same"
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("how", COPIES)
+@pairwise(how=COPIES, plan=PLANS, num_ranks=(1, 2))
 def test_a_copy_is_faithful_or_refused(ranks, how, plan, num_ranks):
     for outcome in ranks(num_ranks).run(copied, plan, how):
         assert outcome == "same" or re.search(WAY_OUT, outcome), outcome
@@ -127,9 +126,7 @@ def copied_while_gathered(rank, num_ranks, plan, how):
         same(how(model), tensors(model), 0)
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("how", READABLE)
+@pairwise(how=READABLE, plan=PLANS, num_ranks=(1, 2))
 def test_gathered_weights_can_be_copied(ranks, how, plan, num_ranks):
     ranks(num_ranks).run(copied_while_gathered, plan, how)
 

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from checks import grads, same, tensors
 from models import WIDTH, Block, Stack, build, sequential, sharded
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
-from ranks import Case, squared, thinned, train
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Case, squared, train
 
 
 class Tree(nn.Module):
@@ -69,9 +70,7 @@ CASES = {
 SCALES = {"unscaled": {}, "scaled": {"precision": onefold.Precision(loss_scale=1024.0)}}
 
 
-@thinned
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=list(CASES), scale=list(SCALES), plan=PLANS, num_ranks=(1, 2))
 def test_gradients_are_those_of_the_calls(ranks, name, scale, plan, num_ranks):
     ranks(num_ranks).run(train, replace(CASES[name], options=SCALES[scale]), plan)
 
@@ -149,9 +148,7 @@ WRAPPERS = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pairwise(wrapper=list(WRAPPERS), plan=PLANS, num_ranks=(1, 2))
 def test_wrappers_that_delegate_attributes(ranks, wrapper, plan, num_ranks):
     ranks(num_ranks).run(train, Case(model=WRAPPERS[wrapper], work=squared, optimizer="adamw"), plan)
 

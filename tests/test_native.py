@@ -41,6 +41,7 @@ from onefold.optim.kernels.host import (
     TorchKernel,
 )
 from onefold.plan.precision import join, split
+from pairs import pairwise
 
 TILES = 3 * 2**15 + 17  # spans four tiles, the last one short
 
@@ -83,9 +84,7 @@ def test_levels_agree_to_rounding(rule):
         torch.testing.assert_close(shard.values()["exact"], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("grad_dtype", GRADS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pairwise(rule=RULES, form=list(FORMS), grad_dtype=GRADS)
 def test_gradients_that_are_infinite_or_nan_do_what_the_rule_does(rule, form, grad_dtype):
     strange = torch.tensor([math.inf, -math.inf, math.nan, -math.nan, 0.0, -0.0, 1e-38, 1.0, 3e38], dtype=FP32)
     grads = [strange.repeat(9).to(grad_dtype), draw(81, 1, grad_dtype)]

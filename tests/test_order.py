@@ -16,7 +16,8 @@ from inside import insides
 from models import WIDTH, Block, Stack, build
 from onefold import Precision
 from onefold.errors import OrderMismatchError
-from plans import NAMED_PLANS, every_plan
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
 from ranks import Case, Turn, train
 
 PATIENCE_S = 240.0
@@ -106,9 +107,7 @@ def out_of_order(rank, num_ranks, name, plan, since, prefetch_bytes=None):
     return None
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("since", [0, 1, 3])
-@pytest.mark.parametrize("name", list(DIFFERENT))
+@pairwise(name=list(DIFFERENT), since=(0, 1, 3), num_ranks=(2, 3))
 def test_different_orders_are_an_error_on_every_rank(ranks, name, since, num_ranks):
     """From the first step on, from the second (whose order is frozen), and in the midst of training."""
     messages = ranks(num_ranks).run(out_of_order, name, "zero_3", since, timeout_s=PATIENCE_S)
@@ -212,9 +211,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("work", EXACT, ids=lambda work: work.__name__)
-@pytest.mark.parametrize("prefetch_bytes", [None, 0, 2**30])
+@pairwise(work=EXACT, prefetch_bytes=(None, 0, 2**30), num_ranks=(2, 3))
 def test_orders_that_can_be_served_are_exact(ranks, work, num_ranks, prefetch_bytes):
     case = Case(model=Routed, work=work, steps=6, options={"prefetch_bytes": prefetch_bytes})
     assert ranks(num_ranks).run(train, case, "zero_3", timeout_s=PATIENCE_S) == ["same"] * num_ranks
@@ -327,9 +324,7 @@ def uneven(rank, num_ranks, plan, work, since):
 UNEVEN = [backwards_more, backwards_less, accumulates_more, forgets_to_leave]
 
 
-@pytest.mark.parametrize("since", [0, 3])
-@pytest.mark.parametrize("work", UNEVEN, ids=lambda work: work.__name__)
-@every_plan
+@pairwise(plan=PLANS, work=UNEVEN, since=(0, 3))
 def test_different_numbers_of_reductions_are_an_error(ranks, plan, work, since):
     messages = ranks(2).run(uneven, plan, work, since, timeout_s=PATIENCE_S)
     assert all(message is not None and "very rank must run" in message for message in messages), messages

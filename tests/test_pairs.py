@@ -45,6 +45,12 @@ def test_without_a_second_axis_there_are_no_pairs(axes, wanted):
     assert pairs(**axes) == wanted
 
 
-@pairwise(word=("a", "b"), number=(1, 2, 3))
-def test_a_test_is_marked_with_the_rows(word, number):
-    assert (word, number) in pairs(word=("a", "b"), number=(1, 2, 3))
+@pairwise(word={"first": 10, "second": 20}, number=(1, 2, 3), function=(pairs, pairwise))
+def test_a_test_is_marked_with_the_rows_and_their_names(request, word, number, function):
+    name = {10: "first", 20: "second"}[word]
+    assert request.node.name.endswith(f"[{name}-{number}-{function.__name__}]")
+
+
+def test_values_without_names_of_their_own_need_some():
+    with pytest.raises(AssertionError, match="pass a mapping"):
+        pairwise(word=(1, "1"), number=(1, 2))

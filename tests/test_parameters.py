@@ -6,14 +6,14 @@ Libraries failed here because a flat buffer saw one run of numbers where the use
 import dataclasses
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
 import onefold
 from models import WIDTH, Block, Stack, build
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
-from ranks import Case, Turn, squared, thinned, train
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
+from ranks import Case, Turn, squared, train
 
 # --- parameters that are idle in some steps
 
@@ -69,10 +69,7 @@ IDLE = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-@pytest.mark.parametrize("name", IDLE)
+@pairwise(name=list(IDLE), optimizer=("adamw", "momentum"), plan=PLANS, num_ranks=(1, 2))
 def test_an_idle_parameter_neither_decays_nor_advances(ranks, name, optimizer, plan, num_ranks):
     case = dataclasses.replace(IDLE[name], optimizer=optimizer)
     ranks(num_ranks).run(train, case, plan)
@@ -144,9 +141,7 @@ SIZES = {
 }
 
 
-@every_plan
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("sizes", SIZES)
+@pairwise(sizes=list(SIZES), plan=PLANS, num_ranks=(1, 2, 3))
 def test_parameters_with_few_or_no_elements(ranks, sizes, plan, num_ranks):
     ranks(num_ranks).run(train, Case(model=SIZES[sizes], work=squared, optimizer="adamw"), plan)
 
@@ -190,10 +185,7 @@ SWITCHES = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("name", SWITCHES)
+@pairwise(name=list(SWITCHES), optimizer=("sgd", "adamw"), plan=PLANS, num_ranks=(1, 2))
 def test_freezing_after_shard_counts_or_is_refused(ranks, name, optimizer, plan, num_ranks):
     ranks(num_ranks).run(train, switched(*SWITCHES[name], optimizer), plan)
 
@@ -234,9 +226,7 @@ DTYPES = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("dtypes", DTYPES)
+@pairwise(dtypes=list(DTYPES), plan=PLANS, num_ranks=(1, 2))
 def test_parameters_keep_their_own_dtypes(ranks, dtypes, plan, num_ranks):
     model, tolerance = DTYPES[dtypes]
     ranks(num_ranks).run(train, Case(model=model, work=squared, tolerance=tolerance), plan)
@@ -314,9 +304,7 @@ STRIDES = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("strides", STRIDES)
+@pairwise(strides=list(STRIDES), plan=PLANS, num_ranks=(1, 2))
 def test_parameters_of_any_strides(ranks, strides, plan, num_ranks):
     ranks(num_ranks).run(train, Case(model=STRIDES[strides], work=squared), plan)
 
@@ -376,7 +364,6 @@ def odd_dtype(rank, num_ranks, plan, dtype):
     assert torch.equal(model.counts.to(torch.int64), want + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64], ids=str)
-@thinned
+@pairwise(dtype=(torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64), plan=PLANS, num_ranks=(1, 2))
 def test_frozen_parameters_of_any_dtype(ranks, plan, num_ranks, dtype):
     ranks(num_ranks).run(odd_dtype, plan, dtype)

@@ -16,7 +16,8 @@ from models import Stack, build
 from onefold import DynamicLossScale, Precision
 from onefold.comm import reductions
 from onefold.engine import gradients
-from plans import NAMED_PLANS, every_plan, one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 from ranks import Turn
 
 SPLIT, WHOLE = Precision(params="bf16"), Precision(params="bf16", master="fp32")
@@ -217,9 +218,7 @@ OVERFLOWS = {
 }
 
 
-@one_and_two_ranks
-@every_plan
-@pytest.mark.parametrize("case", list(OVERFLOWS))
+@pairwise(case=list(OVERFLOWS), plan=PLANS, num_ranks=(1, 2))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, case, plan, num_ranks):
     loss_scale, sizes, want = OVERFLOWS[case]
     results = ranks(num_ranks).run(overflow, plan, loss_scale, sizes)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models import WIDTH, Block, Stack
-from plans import every_plan, one_and_two_ranks
-from ranks import Case, squared, thinned, train
+from pairs import pairwise
+from plans import PLANS, every_plan
+from ranks import Case, squared, train
 
 # --- recomputed activations with frozen parameters
 
@@ -74,10 +75,7 @@ TRAINED = {
 }
 
 
-@every_plan
-@one_and_two_ranks
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("trained", TRAINED)
+@pairwise(trained=TRAINED, reentrant={"non-reentrant": False, "reentrant": True}, plan=PLANS, num_ranks=(1, 2))
 def test_checkpointing_with_frozen_parameters(ranks, trained, reentrant, plan, num_ranks):
     case = Case(model=partial(Recomputed, reentrant, TRAINED[trained]), work=squared)
     ranks(num_ranks).run(train, case, plan)
@@ -131,7 +129,6 @@ SELECTIVE = {
 }
 
 
-@pytest.mark.parametrize("name", SELECTIVE)
-@thinned
+@pairwise(name=list(SELECTIVE), plan=PLANS, num_ranks=(1, 2))
 def test_selective_checkpoints(ranks, plan, num_ranks, name):
     ranks(num_ranks).run(train, SELECTIVE[name], plan)

@@ -3,15 +3,15 @@
 Each loop is written once and run twice: with plain replicas whose gradients are averaged by hand, and sharded.
 """
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 import onefold
 from checks import same, tensors, weights
 from models import Stack, build
-from plans import NAMED_PLANS
-from ranks import Turn, average, thinned
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS
+from ranks import Turn, average
 
 
 class Side:
@@ -115,7 +115,6 @@ def run_loop(rank, num_ranks, name, plan):
         same(ours.read(0), theirs.read(rank))
 
 
-@thinned
-@pytest.mark.parametrize("name", LOOPS)
+@pairwise(name=list(LOOPS), plan=PLANS, num_ranks=(1, 2))
 def test_loops_with_two_models(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(run_loop, name, plan)

@@ -13,10 +13,12 @@ import onefold
 from checks import grads, same, tensors, weights
 from models import WIDTH, Block, Stack, build
 from onefold.errors import OnefoldError, OrderMismatchError
-from plans import NAMED_PLANS, PLANS, every_plan
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, WHOLE_PLANS, every_plan
 from ranks import Case, Turn, average, optimizer_for, plain, squared, train
 
 TIMEOUT_S = 240.0
+SIX_PLANS = (*PLANS, "offload", "offload_3")
 
 # --- parameters that only some ranks use
 
@@ -79,9 +81,7 @@ BRANCHES = {
 }
 
 
-@every_plan
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", BRANCHES)
+@pairwise(name=list(BRANCHES), plan=PLANS, num_ranks=(2, 3))
 def test_a_parameter_used_on_some_ranks_gets_the_mean(ranks, name, plan, num_ranks):
     """The sum over its users, divided by the number of ranks and not of users."""
     ranks(num_ranks).run(train, BRANCHES[name], plan, timeout_s=TIMEOUT_S)
@@ -129,9 +129,7 @@ def cleared_between_steps(rank, num_ranks, plan, clear, optimizer):
     same(weights(model), end)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", without_biases])
-@pytest.mark.parametrize("clear", [clear_model, clear_each, clear_by_del, clear_group])
-@pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
+@pairwise(plan=SIX_PLANS, clear=(clear_model, clear_each, clear_by_del, clear_group), optimizer=("sgd", without_biases))
 def test_gradients_of_some_ranks_are_cleared_on_all(ranks, plan, clear, optimizer):
     ranks(2).run(cleared_between_steps, plan, clear, optimizer, timeout_s=TIMEOUT_S)
 
@@ -154,9 +152,7 @@ def still(model, sharded):
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
+@pairwise(plan=SIX_PLANS, num_ranks=(2, 3), accumulates=(False, True))
 def test_gradients_thrown_away_are_gone_on_all_ranks(ranks, plan, num_ranks, accumulates):
     ranks(num_ranks).run(cleared_without_step, plan, accumulates, timeout_s=TIMEOUT_S)
 
@@ -186,9 +182,7 @@ def add_up(model, turn, by_hand):
             param.grad = torch.ones(param.shape)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("clear", [clear_model, clear_each])
-@pytest.mark.parametrize("plan", [*PLANS, "offload", "offload_3"])
+@pairwise(plan=SIX_PLANS, clear=(clear_model, clear_each), by_hand=(False, True))
 def test_a_step_takes_what_came_after_gradients_were_thrown_away(ranks, plan, clear, by_hand):
     """Of what one rank threw away others know nothing yet, and their own new gradients are no parts of it."""
     ranks(2).run(stepped_after_throwing_away, plan, clear, by_hand, timeout_s=TIMEOUT_S)
@@ -259,9 +253,7 @@ def uneven_forwards(rank, num_ranks, plan, mode, whole):
     return [output.tolist() for output in outputs]
 
 
-@pytest.mark.parametrize("plan", PLANS[:3])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pairwise(plan=WHOLE_PLANS, mode=(torch.no_grad, torch.inference_mode), num_ranks=(2, 3))
 def test_whole_parameters_forward_without_the_others(ranks, num_ranks, mode, plan):
     outputs = ranks(num_ranks).run(uneven_forwards, plan, mode, False, timeout_s=TIMEOUT_S)
     assert all(output == outputs[0][0] for rank in outputs for output in rank)

@@ -5,14 +5,15 @@ What reads a weight is often not the module that owns it: a parent, a loss insid
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from models import WIDTH, Block, Stack
-from ranks import Case, squared, thinned, train
+from pairs import pairwise
+from plans import PLANS
+from ranks import Case, squared, train
 
 # --- a module reads what another owns
 
@@ -106,8 +107,7 @@ READERS = (
 )
 
 
-@thinned
-@pytest.mark.parametrize("read", READERS)
+@pairwise(read=READERS, plan=PLANS, num_ranks=(1, 2))
 def test_a_parent_reads_its_childs_weight(ranks, read, plan, num_ranks):
     ranks(num_ranks).run(train, Case(model=partial(Stack, block=partial(Reading, read)), work=squared), plan)
 
@@ -210,8 +210,7 @@ ACROSS = {
 }
 
 
-@thinned
-@pytest.mark.parametrize("name", ACROSS)
+@pairwise(name=list(ACROSS), plan=PLANS, num_ranks=(1, 2))
 def test_one_unit_reads_another(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, ACROSS[name], plan)
 
@@ -384,7 +383,6 @@ OWN = {
 }
 
 
-@thinned
-@pytest.mark.parametrize("name", OWN)
+@pairwise(name=list(OWN), plan=PLANS, num_ranks=(1, 2))
 def test_models_with_code_of_their_own(ranks, name, plan, num_ranks):
     ranks(num_ranks).run(train, OWN[name], plan)

@@ -12,7 +12,8 @@ from checks import same, tensors, weights
 from models import Stack, backward, build, sharded
 from onefold import Precision
 from onefold.errors import OrderMismatchError
-from plans import NAMED_PLANS, every_plan
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, WHOLE_PLANS, every_plan
 from ranks import thinned
 
 SCALED = Precision(loss_scale=256.0)
@@ -62,9 +63,7 @@ def edited(rank, num_ranks, plan, name, precision):
     same(weights(model), tensors(plain))
 
 
-@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
-@pytest.mark.parametrize("name", EDITS)
-@thinned
+@pairwise(name=list(EDITS), precision={"plain": None, "scaled": SCALED}, plan=PLANS, num_ranks=(1, 2))
 def test_gradients_changed_while_gathered_are_stepped_with(ranks, plan, num_ranks, name, precision):
     ranks(num_ranks).run(edited, plan, name, precision)
 
@@ -81,8 +80,7 @@ def assigned_then_backward(rank, num_ranks, plan, precision):
     same(weights(model), tensors(plain))
 
 
-@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
-@thinned
+@pairwise(precision={"plain": None, "scaled": SCALED}, plan=PLANS, num_ranks=(1, 2))
 def test_backward_adds_to_an_assigned_gradient(ranks, plan, num_ranks, precision):
     ranks(num_ranks).run(assigned_then_backward, plan, precision)
 
@@ -105,8 +103,7 @@ def returned_gradients(rank, num_ranks, plan, precision):
     same(weights(model), tensors(plain))
 
 
-@pytest.mark.parametrize("precision", [None, SCALED], ids=["plain", "scaled"])
-@thinned
+@pairwise(precision={"plain": None, "scaled": SCALED}, plan=PLANS, num_ranks=(1, 2))
 def test_returned_gradients_leave_pending_ones_alone(ranks, plan, num_ranks, precision):
     ranks(num_ranks).run(returned_gradients, plan, precision)
 
@@ -217,9 +214,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("plan", ["zero_0", "zero_1", "zero_2"])
+@pairwise(name=list(WRITES), precision=list(PRECISIONS), plan=WHOLE_PLANS)
 def test_writes_into_whole_parameters_outlive_the_step(ranks, plan, name, precision):
     ranks(2).run(written, plan, name, PRECISIONS[precision])
 

@@ -6,7 +6,7 @@ collects the same tests.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -52,5 +52,22 @@ def _gain(row: dict[int, int], column: int, number: int, missing: dict[tuple[int
 
 
 def pairwise(**axes: Collection[Any]) -> pytest.MarkDecorator:
-    """Marks a test with arguments of the axes' names, to be run once for each row."""
-    return pytest.mark.parametrize(tuple(axes), pairs(**axes))
+    """Marks a test with arguments of the axes' names, to be run once for each row.
+
+    Of a mapping the values are passed, under the names that it gives them.
+    """
+    named = {axis: _named(values) for axis, values in axes.items()}
+    rows = [
+        pytest.param(*(named[axis][name] for axis, name in zip(axes, row, strict=True)), id="-".join(row))
+        for row in pairs(**named)
+    ]
+    return pytest.mark.parametrize(tuple(axes), rows)
+
+
+def _named(values: Collection[Any]) -> dict[str, Any]:
+    """Values by the names that they have in the ids of tests."""
+    if isinstance(values, Mapping):
+        return dict(values)
+    named = {getattr(value, "__name__", str(value)): value for value in values}
+    assert len(named) == len(values), f"give names to {values}: pass a mapping"
+    return named
