@@ -6,6 +6,7 @@ was taken before, an array, a method of a parameter's own class - the step itsel
 
 import copy
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import onefold
 from checks import same, tensors, weights
-from inside import finish_updates, insides, noticed_views
+from inside import finish_updates, insides, noticed_views, opened_when_waited_for
 from models import Stack, build
 from plans import NAMED_PLANS
 from ranks import Turn, average, squared
@@ -115,12 +116,13 @@ def stepped(rank, num_ranks, plan, way):
     model = onefold.shard(build(Own), NAMED_PLANS[plan])
     optimizer = onefold.SGD(model, lr=RATE)
     squared(model, Turn(rank, 0, sharded=True))
-    kept, go = keep(model), threading.Event()
+    kept, store = keep(model), torch.distributed.distributed_c10d._get_default_store()
     if rank > 0:
-        held_back(insides(model).comm, go)
-        threading.Timer(0.1, go.set).start()
-    optimizer.step()
-    same(read(model, kept), wanted)
+        held_back(insides(model).comm, SimpleNamespace(wait=lambda seconds: store.wait(["go"])))
+    with opened_when_waited_for(lambda: store.set("go", "")) if rank == 0 else nullcontext():
+        optimizer.step()
+        got = read(model, kept)
+    same(got, wanted)
     same(weights(model), tensors(replicas[rank]))
 
 

@@ -379,5 +379,5 @@ def test_a_budget_is_a_value():
     assert partial.tier_bytes == {DEVICE: 5, HOST: 7, DISK: 0}
     assert budget == Budget.for_numel(OFFLOAD, 1000, 2) != partial
     assert pickle.loads(pickle.dumps(budget)) == budget  # ranks send each other theirs
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="gather_numel"):
         budget.gather_numel = 0

@@ -233,7 +233,7 @@ def in_pieces(rank, num_ranks, make, units):
 
 
 def test_a_block_that_breaks_is_refused(ranks):
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         ranks(1).run(in_pieces, partial(Stack, block=Talkative), None)
 
 

@@ -108,8 +108,9 @@ def test_a_mutated_file_keeps_its_meaning_or_is_refused_with_the_path(mutation):
         assert path.rpartition(".")[2] in KNOWN or _covered(path, troubled), path
     if outcome.translation is None:
         assert outcome.problems or outcome.open
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError) as caught:
             translate(config, known)
+        assert all(problem.path in str(caught.value) for problem in outcome.problems)
         return
     assert comparable(outcome.translation) == meaning(config, known)
     _check_sizes(config, outcome.translation)

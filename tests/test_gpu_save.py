@@ -64,7 +64,7 @@ def lock_twice(rank, num_ranks):
     torch.cuda.set_device(rank)
     ones, pages = torch.ones(8, device="cuda"), Pages(2**22)
     pages.lock(0, 2**22)
-    with pytest.raises(HostMemoryError):
+    with pytest.raises(HostMemoryError, match="refused to lock"):
         pages.lock(0, 2**22)
     return ones.add(1).sum().item()
 

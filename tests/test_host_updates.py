@@ -22,7 +22,7 @@ from host_updates import (
     through_gathered,
     updated,
 )
-from inside import BrokenKernel, TorchKernel, finish_updates, insides
+from inside import BrokenKernel, TorchKernel, finish_updates, insides, opened_when_waited_for
 from models import Stack, build
 from onefold import Precision
 from pairs import pairwise
@@ -42,8 +42,8 @@ def returned(rank, num_ranks, plan, way):
     model, optimizer = prepared(plan, kernel)
     optimizer.step()
     told_before = list(kernel.was_told)
-    threading.Timer(0.3, kernel.go.set).start()
-    way(model, updated())
+    with opened_when_waited_for(kernel.go.set):
+        way(model, updated())
     optimizer.zero_grad()
     return told_before, kernel.was_told
 

@@ -137,7 +137,7 @@ def test_follows_the_rule_on_any_run(config, run):
         try:
             theirs.update_scale(overflow)
         except OverflowError:
-            with pytest.raises(LossScaleError):
+            with pytest.raises(LossScaleError, match="already at its minimum"):
                 ours.update(overflow)
             return
         ours.update(overflow)

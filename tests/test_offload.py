@@ -8,7 +8,6 @@ equal to rounding.
 """
 
 import threading
-import time
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from checks import same, tensors, weights
 from inside import TorchKernel, finish_updates, insides, kernel_on_the_host, units_of
 from models import Stack, build
 from onefold import Placement, Plan, Precision, Tier
-from onefold.comm.pending_gathers import _PATIENCE_S
 from onefold.errors import HostMemoryError, PlanError
 from onefold.memory.streams import HostLanes
 from onefold.plan.table import legal_plans
@@ -332,7 +330,8 @@ def left(rank, num_ranks, plan):
     for unit in session.runtime.units:
         for flat in unit.flats:
             flat.finish_update()
-    time.sleep(1.5 * _PATIENCE_S)  # what is to be seen is that nothing happens
+    for late in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
+        late.join()  # whoever would send what the loop does not has come and gone
     return num_sent, len(sent) - num_sent
 
 

@@ -164,7 +164,7 @@ def test_a_plan_takes_placements_only_and_names_the_kind(kind):
 
 
 def test_plan_errors_are_both_onefold_and_value_errors():
-    with pytest.raises(OnefoldError):
+    with pytest.raises(OnefoldError, match="law 1"):
         Plan(part(), whole(), whole())
     with pytest.raises(ValueError, match="law 1"):
         Plan(part(), whole(), whole())

@@ -320,7 +320,7 @@ def test_copies_are_made_only_when_they_are_there_and_one_that_fails_leaves_none
         room = kind(64 * len(tensors))
         room.whole.fill_(255)
         copies = Copies(entries, torch.device("cpu"), lanes, room)
-        with pytest.raises(HostMemoryError) if kind is Refusing else nullcontext():
+        with pytest.raises(HostMemoryError, match="there is no more") if kind is Refusing else nullcontext():
             copies.make_at_once()
         made = room.whole.view(torch.float32).view(len(tensors), 16)
         assert torch.equal(made[:-1], torch.stack(tensors[:-1]))

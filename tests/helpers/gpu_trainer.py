@@ -1,4 +1,4 @@
-"""A script written for transformers' Trainer with DeepSpeed, one line changed; it runs each case it knows, on GPUs.
+"""Owns a script written for transformers' Trainer with DeepSpeed, one line changed: it runs each case it knows on GPUs.
 
 onefold run tests/helpers/gpu_trainer.py RESULTS.json FOLDER
 """

@@ -4,8 +4,11 @@ Invariant: what is put in the place of a part of Onefold is taken out again.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -14,6 +17,8 @@ import onefold
 from onefold.comm.wrappers import CountingComm
 from onefold.engine.session import Session, session_of
 from onefold.optim.kernels.host import TorchKernel
+
+PACKAGE = Path(onefold.__file__).parent
 
 
 def insides(model: nn.Module) -> Session:
@@ -29,6 +34,37 @@ def units_of(model: nn.Module) -> list[Any]:
 def finish_updates(model: nn.Module) -> None:
     """Wait until updated weights are there, as whatever reads them does."""
     insides(model).runtime.finish_updates()
+
+
+@contextmanager
+def opened_when_waited_for(open_it: Callable[[], None]) -> Iterator[None]:
+    """Call `open_it` once this thread waits inside of Onefold for what is held back, or when it has gone on without."""
+    here, ended = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        places: list[Any] = []
+        while not ended.wait(0.002):
+            places = [*places[-9:], _place(sys._current_frames()[here])]
+            if len(places) == 10 and places[0] is not None and len(set(places)) == 1:
+                break
+        open_it()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _place(frame: FrameType | None) -> tuple[int, int] | None:
+    """Where a thread is in a function of Onefold that waits; None where it is in none."""
+    while frame is not None:
+        if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            return (id(frame), frame.f_lasti) if "wait" in frame.f_code.co_name else None
+        frame = frame.f_back
+    return None
 
 
 @contextmanager
@@ -83,5 +119,6 @@ __all__ = [
     "insides",
     "kernel_on_the_host",
     "noticed_views",
+    "opened_when_waited_for",
     "units_of",
 ]
