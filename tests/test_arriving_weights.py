@@ -179,7 +179,7 @@ def one_meeting(comm):
 
 @pytest.mark.parametrize("plan", ["zero_1", "zero_2"])
 def test_a_step_does_not_wait_where_nobody_could_see_it(ranks, plan):
-    first, second = ranks(2).run(left_early, plan, timeout_s=60)
+    first, second = ranks(2).run(left_early, plan)
     assert first == second
 
 

@@ -131,9 +131,9 @@ def head_only(model):
 
 
 @every_plan
-def test_a_parameter_in_no_group_stays_or_is_refused(ranks, plan):
+def test_a_parameter_in_no_group_stays(ranks, plan):
     optimizer = partial(grouped, groups=head_only)
-    case = Case(model=Stack, work=squared, optimizer=optimizer, steps=1, refusal="param_groups|group")
+    case = Case(model=Stack, work=squared, optimizer=optimizer, steps=1)
     ranks(2).run(train, case, plan)
 
 

@@ -6,7 +6,6 @@ Libraries failed here because `deepcopy`, `pickle` and `state_dict` copied empti
 import copy
 import io
 import pickle
-import re
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -20,8 +19,6 @@ from onefold.errors import OnefoldError
 from pairs import pairwise
 from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 from ranks import Turn, average, squared
-
-WAY_OUT = r"gathered|onefold\.(shard|save|export)"
 
 
 def trained(rank, plan):
@@ -99,22 +96,26 @@ COPIES = (
 )
 
 
+def is_refused(how, plan):
+    """A module cannot be copied once it is sharded; values can be read where they are whole."""
+    return plan == "zero_3" or how not in READABLE
+
+
 def copied(rank, num_ranks, plan, how):
-    """ "same" when the copy equals the weights, else the message of the error."""
+    """The copy equals the weights, or is refused with the way out and changes nothing."""
     wanted = weights(trained(rank, plan))
     model = trained(rank, plan)  # nobody has read it since its step
-    try:
-        same(how(model), wanted, 0)
-    except OnefoldError as error:
+    if is_refused(how, plan):
+        with pytest.raises(OnefoldError, match=r"gathered\(model\)"):
+            how(model)
         same(weights(model), wanted, 0)
-        return str(error)
-    return "same"
+    else:
+        same(how(model), wanted, 0)
 
 
 @pairwise(how=COPIES, plan=PLANS, num_ranks=(1, 2))
 def test_a_copy_is_faithful_or_refused(ranks, how, plan, num_ranks):
-    for outcome in ranks(num_ranks).run(copied, plan, how):
-        assert outcome == "same" or re.search(WAY_OUT, outcome), outcome
+    ranks(num_ranks).run(copied, plan, how)
 
 
 READABLE = (by_state_dict, by_state_dict_of_a_block, by_reading, by_data, by_numpy)

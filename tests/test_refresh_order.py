@@ -85,7 +85,7 @@ def compared(rank, num_ranks, plan, is_dropped):
 @every_plan
 @pytest.mark.parametrize("is_dropped", [False, True], ids=["both live", "one goes"])
 def test_models_over_the_same_ranks_do_not_get_each_others_weights(ranks, plan, is_dropped):
-    ranks(2).run(compared, plan, is_dropped, timeout_s=60)
+    ranks(2).run(compared, plan, is_dropped)
 
 
 def broken(rank, num_ranks, plan, bad_rank):
@@ -105,7 +105,7 @@ def broken(rank, num_ranks, plan, bad_rank):
 
 @every_plan
 def test_an_update_that_fails_on_one_rank_is_raised_there_and_keeps_no_other_waiting(ranks, plan):
-    num_failed = ranks(2).run(broken, plan, 0, timeout_s=60)
+    num_failed = ranks(2).run(broken, plan, 0)
     assert num_failed[0] > 0
     assert num_failed[1] == 0
 
@@ -131,12 +131,12 @@ def alone_compared(rank, num_ranks, plan, is_gathered):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @every_plan
 def test_one_rank_alone_may_evaluate_and_save(ranks, plan, num_ranks):
-    ranks(num_ranks).run(alone_compared, PLANS[plan], False, timeout_s=60)
+    ranks(num_ranks).run(alone_compared, PLANS[plan], False)
 
 
 @pytest.mark.parametrize("plan", [*PLANS.values(), onefold.OFFLOAD_3], ids=str)
 def test_one_rank_alone_may_evaluate_and_save_inside_gathered(ranks, plan):
-    ranks(2).run(alone_compared, plan, True, timeout_s=60)
+    ranks(2).run(alone_compared, plan, True)
 
 
 def interrupted_once(log):

@@ -206,7 +206,7 @@ ACROSS = {
     "all at once": Case(model=Stacked, work=squared),
     "the block before": Case(model=Chain, work=squared),
     "a generator": Case(model=Lazy, work=lazily),
-    "after forward": Case(model=Stack, work=penalty_outside, refusal=r"gathered\(model\)"),
+    "after forward": Case(model=Stack, work=penalty_outside, refusal=r"gathered\(model\)", refused_under=["zero_3"]),
 }
 
 
@@ -364,9 +364,7 @@ def tokens(model, turn, step_only=False):
 
 OWN = {
     "autograd function": Case(model=partial(Stack, block=partial(Custom, Product)), work=squared),
-    "careless autograd function": Case(
-        model=partial(Stack, block=partial(Custom, Careless)), work=squared, refusal="gathered|save_for_backward"
-    ),
+    "careless autograd function": Case(model=partial(Stack, block=partial(Custom, Careless)), work=squared),
     "a block twice in a row": Case(model=partial(Stack, block=Twice), work=squared),
     "recursion": Case(model=Recursive, work=squared),
     "an exception caught in forward": Case(model=Forgiving, work=squared, optimizer="adamw"),
@@ -376,9 +374,9 @@ OWN = {
     "the user's hooks": Case(model=hooked, work=squared),
     "the user's hook after shard": Case(model=Stack, work=squared, before=hook_after_shard),
     "autocast": Case(model=Stack, work=under_autocast, tolerance=1e-3),
-    "sparse gradients": Case(model=sparse, work=tokens, refusal="sparse"),
+    "sparse gradients": Case(model=sparse, work=tokens),
     "weights renormalized in forward": Case(
-        model=renormalized, work=partial(tokens, step_only=True), refusal="max_norm"
+        model=renormalized, work=partial(tokens, step_only=True), refusal="max_norm", refused_under=["zero_3"]
     ),
 }
 
