@@ -8,8 +8,9 @@ import onefold
 from models import Block, Stack, build
 from onefold import Precision
 from onefold.comm.agreement import united
-from onefold.comm.control import Meeting
+from onefold.comm.control import Control
 from onefold.comm.mesh import connect
+from onefold.engine.grad_report import GradientReport, Told, mask_of, places_in
 from onefold.errors import OnefoldError, OrderMismatchError, WeightsError
 from plans import NAMED_PLANS, every_plan
 
@@ -174,15 +175,33 @@ def test_ranks_that_train_different_models_are_told(ranks, plan, depth):
         assert "of model 2, a " in message
 
 
-def met(rank, num_ranks, num_flags):
-    meeting = Meeting(connect(torch.device("cpu")), "a model")
-    return meeting.exchange("test", [rank, 7], [place % (rank + 5) == 0 for place in range(num_flags)])
+def met(rank, num_ranks, num_params):
+    size = GradientReport.num_bytes(num_params, num_params)
+    control = Control(connect(torch.device("cpu")), "a model", size)
+    mine = mask_of(place % (rank + 5) == 0 for place in range(num_params))
+    report = GradientReport(
+        num_reduced=rank,
+        num_failed=0,
+        settings=7,
+        is_order_stale=bool(rank),
+        order=(1, 2),
+        squares=0.1 + rank,
+        given=mine,
+        kept=0,
+        cleared=mine,
+        pending=mine,
+    )
+    messages = control.meet("test", report.pack(num_params, num_params))
+    told = Told([GradientReport.unpack(message, num_params, num_params) for message in messages])
+    assert told.reports[rank] == report
+    return [each.num_reduced for each in told.reports], places_in(told.given), places_in(told.cleared)
 
 
-@pytest.mark.parametrize("num_flags", [0, 1, 62 * 32, 62 * 32 + 1, 5000])
-def test_flags_of_any_number_are_united(ranks, num_flags):
-    wanted = [place % 5 == 0 or place % 6 == 0 for place in range(num_flags)]
-    assert ranks(2).run(met, num_flags) == [([[0, 7], [1, 7]], wanted)] * 2
+@pytest.mark.parametrize("num_params", [0, 1, 8, 62 * 32 + 1, 5000])
+def test_what_ranks_tell_of_any_number_of_parameters_is_united(ranks, num_params):
+    given = [place for place in range(num_params) if place % 5 == 0 or place % 6 == 0]
+    torn = [place for place in given if place % 30]
+    assert ranks(2).run(met, num_params) == [([0, 1], given, torn)] * 2
 
 
 # --- work of many collectives

@@ -114,7 +114,7 @@ by_failure = pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__n
 def gathered_units(model):
     """Names of units that are whole though nothing runs."""
     units = model._onefold_session.runtime.units
-    return [unit.name for unit in units if type(unit).__name__ == "PartUnit" and (unit.is_gathered or _grown(unit))]
+    return [unit.name for unit in units if type(unit).__name__ == "ShardedUnit" and (unit.is_gathered or _grown(unit))]
 
 
 def _grown(unit):

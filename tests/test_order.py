@@ -13,7 +13,7 @@ from torch import nn
 import onefold
 from checks import weights
 from inside import insides
-from models import WIDTH, Block, Stack, build
+from models import WIDTH, Routed, Stack, build
 from onefold import Precision
 from onefold.errors import OrderMismatchError
 from pairs import pairwise
@@ -23,22 +23,6 @@ from ranks import Case, Turn, train
 PATIENCE_S = 240.0
 """A run that takes longer hangs: gloo itself would wait for minutes."""
 WHOLE_PLANS = ("zero_0", "zero_1", "zero_2")
-
-
-class Routed(nn.Module):
-    """Runs its blocks in the order it is told, with an inner part that has blocks of its own."""
-
-    def __init__(self, depth=4):
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x, order=(0, 1, 2, 3)):
-        x = self.embed(x)
-        for index in order:
-            x = self.blocks[index](x)
-        return self.head(x)
 
 
 class Nested(nn.Module):

@@ -268,7 +268,7 @@ def kept_waiting(rank, num_ranks, holds):
     held = [param.data for param in model.blocks[1].parameters()] if holds else []
     optimizer.step()
     del held
-    return [unit.name for unit in units_of(model) if unit.is_used]
+    return [unit.name for unit in units_of(model) if unit.is_readable]
 
 
 def test_a_step_waits_only_for_units_of_which_somebody_holds_a_view(ranks):

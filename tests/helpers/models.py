@@ -92,3 +92,19 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 def wide():
     """Sixteen layers of the same size."""
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+
+
+class Routed(nn.Module):
+    """Runs its blocks in the order it is told, with an inner part that has blocks of its own."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, order=(0, 1, 2, 3)):
+        x = self.embed(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(x)

@@ -11,16 +11,18 @@ from them. On one axis, as in this file, both are the same; in mesh.py several r
 """
 
 import secrets
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold.comm.control_plane import ControlPlane, Watch
 from onefold.comm.pending_gathers import Refreshes
 from onefold.comm.process_groups import PLANES, Families, groups_of, shared_by
 from onefold.comm.reductions import mean_of_rows
@@ -47,10 +49,14 @@ class Comm(Protocol):
     num_replicas: int
     peers: tuple[int, ...]
     """The ranks that hold one shard each with this one, by shard."""
+    first_peers: tuple[int, ...]
+    """The ranks of the first replica, by shard."""
     peer_group: Any
     """Their process group for gathers; None where there is nobody else."""
     reads_parts: bool
     """Whether `reduce_scatter` of a whole in parts does without a copy of it."""
+    plane: ControlPlane
+    """What models over all these ranks share."""
     refreshes: Refreshes
     """What `refresh` will be called for: models over the same ranks share a group, and so one order."""
 
@@ -97,15 +103,24 @@ class Comm(Protocol):
         ...
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        """Every rank's message (same length everywhere), by rank. Over host memory, apart from all other traffic."""
+        """Every rank's message (same length everywhere), by rank. Over host memory, apart from all other traffic; for
+        set-up."""
         ...
 
-    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """As `exchange`, without waiting: what is returned waits. Exchanges come in the order in which they begin."""
+    def begin_exchange(self, message: bytes) -> Callable[[], list[bytes]]:
+        """As `exchange`, of a multiple of 8 bytes, without waiting: what is returned waits. Exchanges come in the order
+        in which they begin."""
         ...
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. For set-up and errors only."""
+        ...
+
+    def ask(self) -> None:
+        """Let ranks that wait for others know that this one asks for something: [Note: Units out of order]."""
+
+    def gather_on_host(self, shard: Tensor) -> Tensor:
+        """Every shard, one after another; `shard` is 1-D, in host memory. Between exchanges; all ranks call it."""
         ...
 
     def control_group(self) -> Any:
@@ -154,21 +169,24 @@ class _GroupComm(CollectiveComm):
     Args:
         families: ranks that form a world; all those that make one at the same time.
         planes: those that it will be asked for.
+        watch: over its waits, where it is a part of a world that has one.
     """
 
     backend: str
     replica = 0
     num_replicas = 1
 
-    def __init__(self, families: Families, planes: tuple[str, ...] = PLANES) -> None:
+    def __init__(self, families: Families, planes: tuple[str, ...] = PLANES, watch: Watch | None = None) -> None:
         self._families, self._planes = families, groups_of(families, self.backend, planes)
         group = self._planes[planes[0]]
         self._root = dist.get_global_rank(group, 0)
         self.rank = self.shard = dist.get_rank(group)
         self.num_ranks = self.num_shards = dist.get_world_size(group)
-        self.peers = tuple(range(self.num_ranks))
+        self.peers = self.first_peers = tuple(range(self.num_ranks))
         self.peer_group = group
         self.refreshes: Refreshes = self._planes["order"]
+        self.watch: Watch = watch or self._planes["watch"]
+        self.plane = self.watch.plane
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         return self._gather(whole, shard, self._planes["data"])
@@ -188,28 +206,32 @@ class _GroupComm(CollectiveComm):
         dist.broadcast(_as_bytes(tensor), self._root, group=self._planes["data"])
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        return self.begin_exchange(message)()
+        words = array("q", message)
+        return [list(array("q", told)) for told in self.begin_exchange(words.tobytes())()]
 
-    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
-        sent = torch.tensor(list(message), dtype=torch.int64, device="cpu")
-        received = torch.empty(self.num_ranks * len(message), dtype=torch.int64, device="cpu")
+    def begin_exchange(self, message: bytes) -> Callable[[], list[bytes]]:
+        sent = torch.frombuffer(bytearray(message), dtype=torch.int64)
+        received = torch.empty(self.num_ranks * len(sent), dtype=torch.int64, device="cpu")
         with self._explained():
             work = _all_gather(received, sent, group=self._planes["control"], async_op=True)
 
-        def finish() -> list[list[int]]:
-            self._wait(work)
-            return cast(list[list[int]], received.view(self.num_ranks, -1).tolist())
+        def finish() -> list[bytes]:
+            self._wait(work, is_message=True)
+            told = array("q", received.tolist()).tobytes()
+            return [told[start : start + len(message)] for start in range(0, len(told), len(message))]
 
         return finish
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, is_message: bool = False) -> None:
         with self._explained():
-            work.wait()
+            self.watch.wait(work, is_message=is_message)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except OrderMismatchError:
+            raise
         except RuntimeError as error:
             raise OrderMismatchError(
                 f"rank {self.rank}: another rank left, or did not come to the same point of the step; every rank must "
@@ -220,6 +242,16 @@ class _GroupComm(CollectiveComm):
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self._planes["control"])
         return values
+
+    def ask(self) -> None:
+        self.watch.ask()
+
+    def gather_on_host(self, shard: Tensor) -> Tensor:
+        whole = shard.new_empty(self.num_ranks * shard.numel())
+        with self._explained():
+            work = _all_gather(_as_bytes(whole), _as_bytes(shard), group=self._planes["control"], async_op=True)
+        self._wait(work, is_message=True)
+        return whole
 
     def control_group(self) -> Any:
         return self._planes["control"]

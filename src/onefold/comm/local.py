@@ -1,12 +1,12 @@
 """Owns the wire of a world of one rank, where nothing is sent."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from onefold.comm.comm import CollectiveComm, joined
+from onefold.comm.control_plane import ControlPlane
 from onefold.comm.pending_gathers import Refreshes
 from onefold.comm.side_channel import Conversation
 from onefold.memory.streams import Finish
@@ -18,10 +18,12 @@ class LocalComm(CollectiveComm):
     rank = shard = replica = 0
     num_ranks = num_shards = num_replicas = 1
     peers: tuple[int, ...] = (0,)
+    first_peers = peers
     peer_group = None
 
     def __init__(self) -> None:
         self.refreshes = Refreshes(lambda: True)
+        self.plane = ControlPlane()
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
         if whole.data_ptr() != shard.data_ptr():
@@ -45,11 +47,17 @@ class LocalComm(CollectiveComm):
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         return [list(message)]
 
-    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
-        return partial(self.exchange, message)
+    def begin_exchange(self, message: bytes) -> Callable[[], list[bytes]]:
+        return lambda: [message]
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def ask(self) -> None:
+        pass
+
+    def gather_on_host(self, shard: Tensor) -> Tensor:
+        return shard
 
     def control_group(self) -> None:
         return None

@@ -44,7 +44,9 @@ class GridComm(OverComm[Comm]):
         self.shard, self.num_shards = shards.rank, shards.num_ranks
         self.replica, self.num_replicas = replicas.rank, replicas.num_ranks
         places = [tuple(place) for place in everyone.exchange([self.replica, self.shard])]
-        self.peers = tuple(places.index((self.replica, shard)) for shard in range(self.num_shards))
+        self.peers, self.first_peers = (
+            tuple(places.index((replica, shard)) for shard in range(self.num_shards)) for replica in (self.replica, 0)
+        )
         self.peer_group, self.refreshes = shards.peer_group, shards.refreshes
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:
@@ -68,6 +70,10 @@ class GridComm(OverComm[Comm]):
         self._replicas.broadcast(total)
         return total
 
+    def gather_on_host(self, shard: Tensor) -> Tensor:
+        every = self.inner.gather_on_host(shard).view(self.num_ranks, -1)
+        return every[list(self.peers)].view(-1)
+
     def broadcast(self, tensor: Tensor) -> None:
         self._replicas.broadcast(tensor)
         self._shards.broadcast(tensor)
@@ -89,10 +95,11 @@ def connect(device: torch.device, mesh: Any = None) -> Comm:
         return axis((tuple(mesh.mesh.tolist()),))
     rows = rows_of(mesh)
     data, reduction, refresh, control = PLANES
+    everyone = GlooComm((tuple(sorted(rank for row in rows for rank in row)),), (control,))
     return GridComm(
-        GlooComm((tuple(sorted(rank for row in rows for rank in row)),), (control,)),
-        axis(rows, (data, reduction, refresh)),
-        axis(tuple(zip(*rows, strict=True)), (data, reduction)),
+        everyone,
+        axis(rows, (data, reduction, refresh), everyone.watch),
+        axis(tuple(zip(*rows, strict=True)), (data, reduction), everyone.watch),
     )
 
 

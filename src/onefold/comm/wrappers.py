@@ -20,9 +20,10 @@ class OverComm(Generic[Inner]):
         self.rank, self.num_ranks = inner.rank, inner.num_ranks
         self.shard, self.num_shards = inner.shard, inner.num_shards
         self.replica, self.num_replicas = inner.replica, inner.num_replicas
-        self.peers, self.peer_group = inner.peers, inner.peer_group
+        self.peers, self.first_peers, self.peer_group = inner.peers, inner.first_peers, inner.peer_group
         self.reads_parts = inner.reads_parts
         self.refreshes = inner.refreshes
+        self.plane = inner.plane
 
     def expose(self, shard: Tensor) -> Tensor:
         return self.inner.expose(shard)
@@ -60,11 +61,17 @@ class OverComm(Generic[Inner]):
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         return self.inner.exchange(message)
 
-    def begin_exchange(self, message: Sequence[int]) -> Callable[[], list[list[int]]]:
+    def begin_exchange(self, message: bytes) -> Callable[[], list[bytes]]:
         return self.inner.begin_exchange(message)
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return self.inner.exchange_objects(value)
+
+    def ask(self) -> None:
+        self.inner.ask()
+
+    def gather_on_host(self, shard: Tensor) -> Tensor:
+        return self.inner.gather_on_host(shard)
 
     def control_group(self) -> Any:
         return self.inner.control_group()

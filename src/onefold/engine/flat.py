@@ -59,6 +59,8 @@ class Flat:
     """Of the parameters, as autograd counts what is done to them in place, after the latest update."""
     current: Ticket = field(default_factory=Ticket)
     """When `weight` has the values of the latest update."""
+    shown: Ticket = field(default_factory=Ticket)
+    """The same, for those that read it beside the lanes."""
     update: Ticket = field(default_factory=Ticket)
     """When the latest update is done, see [Note: The gated step]."""
     late: Ticket | None = None

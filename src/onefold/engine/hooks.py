@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from onefold.engine.grad_state import Slots
-from onefold.engine.reducer import Reducer
+from onefold.engine.grad_states import GradStates
+from onefold.engine.reducer import Reducer, accumulator_of, is_captured
 from onefold.engine.released import ReleasedParameter
 from onefold.engine.runtime import Runtime, in_backward
 from onefold.engine.unit import Unit
@@ -186,37 +186,44 @@ class BoundaryHooks:
 class GradientHooks:
     """The hooks of one trained parameter. See [Note: Who keeps a model alive]."""
 
-    __slots__ = ("_index", "_reducer", "_runtime", "_slot", "_slots")
+    __slots__ = ("_index", "_reducer", "_runtime", "_slot", "_states")
 
-    def __init__(self, runtime: Runtime, reducer: Reducer, index: int, slots: Slots, slot: int) -> None:
+    def __init__(self, runtime: Runtime, reducer: Reducer, index: int, states: GradStates, slot: int) -> None:
         self._runtime = ref(runtime)
         self._reducer = ref(reducer)
-        self._slots = ref(slots)
+        self._states = ref(states)
         self._index = index
         self._slot = slot
 
-    def before(self, grad: Tensor) -> Tensor | None:
-        slots = self._slots()
-        if slots is None or slots.is_fresh:
+    def unscale_captured(self, grad: Tensor) -> Tensor | None:
+        """Of a gradient that autograd returns (torch.autograd.grad), without the loss scale."""
+        reducer, states = self._reducer(), self._states()
+        if reducer is None or states is None or reducer.scale == 1:
             return None
-        reducer = self._reducer()
-        return None if reducer is None else reducer.before(slots, self._slot, grad)
+        return grad / reducer.scale if is_captured(states.flat.params[self._slot]) else None
+
+    def before(self, grads: Any) -> None:
+        states = self._states()
+        if states is not None:
+            states.enter(self._slot)
 
     def after(self, param: Tensor) -> None:
-        runtime, reducer, slots = self._runtime(), self._reducer(), self._slots()
-        if runtime is not None and reducer is not None and slots is not None:
+        runtime, reducer, states = self._runtime(), self._reducer(), self._states()
+        if runtime is not None and reducer is not None and states is not None:
             runtime.open_backward()
-            reducer.arrive(self._index, slots, self._slot)
+            reducer.arrive(self._index, states, self._slot)
 
 
 def install_gradient_hooks(runtime: Runtime, reducer: Reducer) -> None:
     """Let every trained parameter tell the reducer about its gradient."""
-    for index, group in reducer.slots.items():
-        for slots in group:
-            for slot, param in enumerate(slots.flat.params):
+    for index, group in reducer.states.items():
+        for states in group:
+            for slot, param in enumerate(states.flat.params):
                 if param.requires_grad:
-                    hooks = GradientHooks(runtime, reducer, index, slots, slot)
-                    param.register_hook(hooks.before)
+                    hooks = GradientHooks(runtime, reducer, index, states, slot)
+                    param.register_hook(hooks.unscale_captured)
+                    runtime.accumulators.append(node := accumulator_of(param))
+                    node.register_prehook(hooks.before)
                     param.register_post_accumulate_grad_hook(hooks.after)
 
 

@@ -17,21 +17,24 @@ step begins without one. Ranks come to these points together, so all of them kee
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from onefold.comm.control import Meeting
+from onefold.comm.control import Control
 from onefold.engine.flat import Flat
+from onefold.engine.grad_report import Told
 from onefold.engine.param_guard import Bound
-from onefold.engine.reducer import Reducer
+from onefold.engine.reducer import Key, Reducer
 from onefold.engine.released import name_of
 from onefold.engine.running import Running
 from onefold.engine.saved_tensors import SavedView, SavingHooks, others_save
 from onefold.engine.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
-from onefold.engine.unit import PartUnit, Unit, Use
+from onefold.engine.sharded_unit import ShardedUnit
+from onefold.engine.unit import Unit, Use
 from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError
 from onefold.memory.trace_labels import label
 
@@ -50,21 +53,24 @@ class Runtime:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        meeting: Meeting,
+        control: Control,
         reducer: Reducer,
         prefetch_bytes: int,
         is_scaled: Callable[[], bool],
     ) -> None:
         self.units = tuple(units)
-        self._rank = meeting.rank
+        self._rank = control.rank
         self.reducer = reducer
         self.prefetch_bytes = prefetch_bytes
         self._is_scaled = is_scaled
         self._flats = {
-            flat.buffer.storage_id: (unit, flat) for unit in units if isinstance(unit, PartUnit) for flat in unit.flats
+            flat.buffer.storage_id: (unit, flat)
+            for unit in units
+            if isinstance(unit, ShardedUnit)
+            for flat in unit.flats
         }
         self.schedule: Schedule | Unscheduled = (
-            Schedule([unit.name or "(root)" for unit in units], meeting, self._issue) if self._flats else Unscheduled()
+            Schedule([unit.name or "(root)" for unit in units], control, self._issue) if self._flats else Unscheduled()
         )
         self._places = {
             id(param): (unit, flat, slot)
@@ -83,6 +89,9 @@ class Runtime:
         self._unfreed: list[Unit] = []
         self._running = Running()
         self._written: list[nn.Parameter] = []
+        self.accumulators: list[Any] = []
+        """The nodes of autograd that accumulate gradients: they go, and their hooks with them, unless they are held."""
+        control.serve_with(self._gather_asked)
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +106,7 @@ class Runtime:
             self._abandon()
         if self.is_outermost and not in_backward():
             self.settle()
-            self._release_resting()
+            self._release_kept()
             self._is_recorded = torch.is_grad_enabled()
             self.check_bound()
             self.push_saving()
@@ -157,22 +166,22 @@ class Runtime:
 
     def need(self, unit: Unit) -> None:
         """Make a unit's parameters readable on the current stream, and start gathering what comes next."""
-        if unit.is_gathered and unit.is_used:
+        if unit.is_readable:
             return
         self._release_done(unit)
         with _disable_current_modes():  # what a selective checkpoint records of a forward is not ours
             if not unit.is_gathered:
                 self.schedule.request(unit.index)
-            elif not unit.is_resting:  # that was no gather of this phase
+            elif not unit.is_kept:  # that was no gather of this phase
                 self.schedule.use(unit.index)
-            unit.wait()
+            unit.show()
             self._prefetch()
 
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
         """Gather released parameters that `func` is about to read, if a pass of the model is running."""
         for param in params:
             unit, _, _ = self.locate(param)
-            if self.schedule.phase is None and (unit.is_resting or not unit.is_gathered):
+            if self.schedule.phase is None and (unit.is_kept or not unit.is_gathered):
                 raise ReleasedParameterError(
                     f"{self.describe(param)} is not gathered: its values rest in shards, "
                     f"so {name_of(func)} cannot read it here. Use it inside the model's "
@@ -182,7 +191,7 @@ class Runtime:
 
     def is_whole(self, param: nn.Parameter) -> bool:
         """Whether the parameter rests whole."""
-        return not isinstance(self.locate(param)[0], PartUnit)
+        return not isinstance(self.locate(param)[0], ShardedUnit)
 
     def locate(self, param: nn.Parameter) -> tuple[Unit, Flat, int]:
         """The unit, flat buffer and slot of a parameter."""
@@ -194,7 +203,7 @@ class Runtime:
         errors = []
         for unit in self.units:
             try:
-                unit.finish_update()
+                unit.finish_updates()
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -203,11 +212,11 @@ class Runtime:
     def catch_up(self) -> None:
         """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update]."""
         self.finish_updates()
-        self._release_resting()
+        self._release_kept()
         for unit in self.units:
-            unit.catch_up()
+            unit.finish_late_updates()
         for unit in self.units:
-            unit.wait_refreshed()
+            unit.show_updated()
 
     def manages(self, param: nn.Parameter) -> bool:
         """Whether the parameter belongs to a unit."""
@@ -282,8 +291,8 @@ class Runtime:
         self.finish_updates()
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
         phase = ACCUMULATING if self.reducer.accumulating else BACKWARD
-        is_gone = self.reducer.has_gone()
-        self.reducer.begin(is_gone, self.schedule.begin(phase, is_gone))
+        self.reducer.begin()
+        self.schedule.begin(phase)
         self._prefetch()
 
     def settle(self) -> None:
@@ -306,18 +315,42 @@ class Runtime:
         self.release_unpinned()
         self.reducer.end()
 
+    # --- between ranks ----------------------------------------------------------------------------------------------
+
+    def agree(self, what: str, settings: int = 0, squares: Callable[[], float] = float) -> tuple[set[Key], Told, bool]:
+        """Where all ranks have come to `what`: make every gradient reduced, and agreed on between them.
+
+        Args:
+            settings: a number that must be the same on all ranks: what is to be done with the gradients.
+            squares: of this rank's range of the means, which other ranks are told.
+        Returns:
+            The parameters that have a gradient on any rank; what ranks told; whether the means have changed since.
+        Raises:
+            OrderMismatchError: on every rank, where one came to something else, or did something else before.
+        """
+        report = self.reducer.report(settings, self.schedule)
+        told = self.reducer.tell(what, replace(report, squares=squares()))
+        self.schedule.compare([each.order for each in told.reports])
+        if told.is_order_stale:
+            self.schedule.forget()
+        active, is_changed = self.reducer.settle(told)
+        return active, told, is_changed
+
+    def _gather_asked(self, index: int, is_wanted: bool) -> None:
+        self.units[index].gather_on_host(is_wanted)
+
     # --- gathering and releasing -----------------------------------------------------------------------------------
 
     def _issue(self, index: int) -> None:
         unit = self.units[index]
         if unit.is_gathered:
-            unit.wait()
+            unit.show()
         unit.gather()
 
     def _prefetch(self) -> None:
         if self.schedule.upcoming is None:
             return
-        ahead = sum(u.nbytes for u in self.units if u.is_gathered and not u.is_used and not u.is_resting)
+        ahead = sum(unit.nbytes for unit in self.units if unit.is_ahead)
         while self.schedule.upcoming is not None:
             unit = self.units[self.schedule.upcoming]
             ahead += unit.nbytes
@@ -328,17 +361,17 @@ class Runtime:
     def _release_done(self, wanted: Unit) -> None:
         if in_backward():
             for unit in self.units:
-                if unit is not wanted and unit.is_gathered and unit.is_used and unit.is_done():
+                if unit is not wanted and unit.is_readable and unit.is_done():
                     self._release(unit)
         self._free_released()
 
-    def release_unpinned(self, may_rest: bool = False) -> None:
+    def release_unpinned(self, may_keep: bool = False) -> None:
         """Release every unit that no `gathered` context holds; those that are kept for backward rest if they may."""
         for unit in self.units:
             if unit.pins == 0:
                 unit.depth = 0
                 if unit.is_gathered:
-                    self._release(unit, may_rest)
+                    self._release(unit, may_keep)
         self._free_after_pass()
 
     def _free_released(self) -> None:
@@ -367,14 +400,14 @@ class Runtime:
                 "`with onefold.gathered(model, write=True):`"
             )
 
-    def _release_resting(self) -> None:
+    def _release_kept(self) -> None:
         for unit in self.units:
-            if unit.is_resting:  # no backward came
+            if unit.is_kept:  # no backward came
                 self._release(unit)
 
-    def _release(self, unit: Unit, may_rest: bool = False) -> None:
+    def _release(self, unit: Unit, may_keep: bool = False) -> None:
         self._written += unit.written()
-        if may_rest and unit.rest():
+        if may_keep and unit.keep():
             return
         unit.release()
         if not unit.try_free():

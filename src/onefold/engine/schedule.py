@@ -1,24 +1,25 @@
 """Owns the order in which units are gathered, and the proof that all ranks agree on it. Integers only.
 
 [Note: The recorded order]
-A phase is one outermost forward or one backward pass. Every rank issues exactly the same gathers in each phase:
-0. *Meeting.* All ranks start the same phase, or all of them raise.
-1. *Replay.* If a phase of this kind has a frozen order, its gathers are issued in that order, each before its unit is
-   needed (so they can be prefetched). A unit this rank skips is gathered all the same: others need its shard.
-2. *Negotiation.* A unit that is not in what is left of the frozen order is asked for by exchanging messages: after the
-   rest of the order is issued, ranks exchange what each needs next. The lowest unit asked for is gathered by everyone,
-   until every rank has reached the end of the phase. So a unit used on one rank only is served by the others.
-3. *Freezing.* At the end of each phase ranks compare what they used. What was really gathered becomes the frozen order,
-   or, if every rank used the same units in the same order, that.
-A rank that asks for a unit it let pass earlier in the phase, while others do not, uses units in another order than
-they: every rank sees the same messages and raises the same error, and no rank waits.
+A phase is one outermost forward or one backward pass. Every rank issues exactly the same gathers in each phase.
+1. *A phase of a new kind is negotiated*: ranks exchange what each needs next. The lowest unit asked for is gathered by
+   all of them, until every rank has reached the end of the phase. So a unit used on one rank only is served by the
+   others. What was really gathered becomes the order of that kind; or, if every rank used the same units in the same
+   order, that.
+2. *A phase of a known kind is replayed*, without a word between ranks: gathers are issued in its order, each before its
+   unit is needed (so they can be prefetched). A unit this rank skips is gathered all the same: others need its shard.
+   What is needed beside the order is asked for, see [Note: Units out of order].
+3. *Ranks compare what they used with the next step*, before anything is updated: those that used the same units in
+   different orders all raise. Where a rank asked for units, or has begun to use others than the order holds, all forget
+   what they know, and the next phase of each kind is negotiated.
 """
 
 from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import NoReturn
 from zlib import crc32
 
-from onefold.comm.control import Meeting
+from onefold.comm.control import Control
 from onefold.errors import OrderMismatchError
 
 BACKWARD = "backward pass"
@@ -27,44 +28,52 @@ ACCUMULATING = "backward pass inside accumulate"
 """The phase of one that only adds them up."""
 
 _END = -1
+_WANTS = Struct("<q?II")
 
 
-def _digest(units: Sequence[int]) -> int:
-    return crc32(repr(list(units)).encode())
+def _digest(units: Sequence[int], before: int = 0) -> int:
+    return crc32(repr(list(units)).encode(), before)
 
 
 class Schedule:
     """Decides which gathers to issue. `issue(unit)` gathers a unit on this rank; all ranks issue the same sequence."""
 
-    def __init__(self, names: Sequence[str], meeting: Meeting, issue: Callable[[int], None]) -> None:
+    def __init__(self, names: Sequence[str], control: Control, issue: Callable[[int], None]) -> None:
         self._names = names
-        self._meeting = meeting
+        self._control = control
         self._issue = issue
-        self._frozen: dict[str, tuple[int, ...]] = {}
+        self._orders: dict[str, tuple[int, ...]] = {}
+        """What all ranks gather in a phase of each kind."""
+        self._expected: dict[str, tuple[int, ...]] = {}
+        """What this rank used in the phase that its order was made of."""
+        self._latest: dict[str, tuple[int, ...]] = {}
+        """What this rank used in the latest phase of each kind."""
+        self._unchecked: list[tuple[str, tuple[int, ...]]] = []
+        """What this rank used since ranks compared that."""
         self._phase: str | None = None
         self._order: tuple[int, ...] = ()
+        self._is_known = False
         self._issued = 0
         self._gathered: list[int] = []
         self._used: list[int] = []
         self._skipped: set[int] = set()
-        self._broken: OrderMismatchError | None = None
+        self.is_stale = False
+        """Whether this rank needs units beside the orders that it knows."""
 
     @property
     def phase(self) -> str | None:
         """The running phase."""
         return self._phase
 
-    def begin(self, phase: str, number: int = 0) -> Sequence[int] | None:
-        """Start a phase; `phase` names its kind, such as "forward of model". Returns the `number` of each rank, if
-        they met."""
-        self._raise_if_broken()
-        told, _ = self._meeting.exchange(f"start of the {phase}", [number])
+    def begin(self, phase: str) -> None:
+        """Start a phase; `phase` names its kind, such as "forward of model"."""
+        self._control.enter(f"start of the {phase}")
         self._phase = phase
-        self._order = self._frozen.get(phase, ())
+        self._is_known = phase in self._orders
+        self._order = self._orders.get(phase, ())
         self._issued = 0
         self._gathered, self._used = [], []
         self._skipped = set()
-        return [each for (each,) in told]
 
     def request(self, unit: int) -> None:
         """Issue gathers until `unit` is among them. Collective, in step with the other ranks.
@@ -72,73 +81,105 @@ class Schedule:
         Raises:
             OrderMismatchError: ranks use units in different orders.
         """
-        self._raise_if_broken()
         self._used.append(unit)
         if self._replay_to(unit):
             return
-        for _ in range(self._issued, len(self._order)):
-            self._skipped.add(self.issue_next())
+        if self._is_known:
+            self.is_stale = True
+            self._control.ask(unit)
+            return
         while unit not in self._negotiate(unit):
             pass
         self._skipped.discard(unit)
 
     @property
     def upcoming(self) -> int | None:
-        """The unit that the frozen order gathers next."""
+        """The unit that the order gathers next."""
         return self._order[self._issued] if self._issued < len(self._order) else None
 
     def issue_next(self) -> int:
         """Issue the gather of `upcoming` ahead of its use."""
         unit = self._order[self._issued]
         self._issued += 1
-        self._gathered.append(unit)
         self._issue(unit)
         return unit
 
     def use(self, unit: int) -> None:
         """Note that a prefetched unit was used."""
         self._used.append(unit)
-        self._skipped.discard(unit)
 
     def end(self) -> None:
-        """Finish the phase on every rank and freeze its order."""
-        if self._phase is None or self._broken is not None:
-            self._phase = None
+        """Finish the phase."""
+        if self._phase is None:
             return
         while self._issued < len(self._order):
             self.issue_next()
-        while self._negotiate(_END):
-            pass
+        phase, used = self._phase, tuple(self._used)
+        if not self._is_known:
+            while self._negotiate(_END):
+                pass
+            used = self._expected[phase] = tuple(self._used)
+        elif used != self._expected[phase] and used == self._latest.get(phase):
+            self.is_stale = True  # it is not for once that other units are used
+        self._unchecked.append((phase, used))
+        self._latest[phase] = used
         self._phase = None
 
     def abort(self) -> None:
         """End a phase that an exception cut short: ranks that go on with it are still served what they gather."""
-        if self._meeting.is_apart:
+        if self._control.is_apart:
             self._phase = None
         else:
             self.end()
+
+    # --- what ranks compare at a step
+
+    @property
+    def digests(self) -> tuple[int, int]:
+        """Of the units used since ranks compared them: in the order of their use, and whatever the order."""
+        ordered = unordered = 0
+        for _, used in self._unchecked:
+            ordered, unordered = _digest(used, ordered), _digest(sorted(used), unordered)
+        return ordered, unordered
+
+    def compare(self, told: Sequence[tuple[int, int]]) -> None:
+        """Take note of the digests of all ranks.
+
+        Raises:
+            OrderMismatchError: ranks used the same units in different orders; on all of them.
+        """
+        if len(set(told)) > 1 and len({units for _, units in told}) == 1:
+            self._fail_apart()
+        self._unchecked = []
+
+    def forget(self) -> None:
+        """On every rank: negotiate the next phase of each kind."""
+        self._orders, self._expected, self._latest = {}, {}, {}
+        self.is_stale = False
+
+    # --- one gather
 
     def _replay_to(self, unit: int) -> bool:
         try:
             position = self._order.index(unit, self._issued)
         except ValueError:
             return False
-        while self._issued < position:
-            self._skipped.add(self.issue_next())
-        self.issue_next()
+        while self._issued <= position:
+            self.issue_next()
         return True
 
     def _negotiate(self, unit: int) -> set[int]:
         """One round: returns the unit gathered on every rank, or nothing when all are at the end of the phase."""
         phase = self._phase or ""
-        mine = [unit, int(unit in self._skipped), _digest(self._used), _digest(sorted(self._used))]
-        messages, _ = self._meeting.exchange(phase, mine)
-        wanted = [message[0] for message in messages]
+        mine = _WANTS.pack(unit, unit in self._skipped, _digest(self._used), _digest(sorted(self._used)))
+        told = [_WANTS.unpack_from(each) for each in self._control.meet(phase, mine)]
+        wanted = [want for want, _, _, _ in told]
         if all(want == _END for want in wanted):
-            self._freeze(phase, messages)
+            self._freeze(phase, [(ordered, units) for _, _, ordered, units in told])
             return set()
-        if any(message[1] for message in messages) and any(want != wanted[0] for want in wanted):
-            self._fail()
+        if any(was_skipped for _, was_skipped, _, _ in told) and any(want != wanted[0] for want in wanted):
+            self._unchecked.append((phase, tuple(self._used)))
+            self._fail_apart()
         asked = [want for want in wanted if want != _END]
         chosen = max(asked) if phase in (BACKWARD, ACCUMULATING) else min(asked)
         if unit != chosen:
@@ -147,40 +188,38 @@ class Schedule:
         self._issue(chosen)
         return {chosen}
 
-    def _freeze(self, phase: str, messages: Sequence[Sequence[int]]) -> None:
-        same_order = all(message[2] == messages[0][2] for message in messages)
-        same_units = all(message[3] == messages[0][3] for message in messages)
-        if same_units and not same_order:
-            self._fail()
-        self._frozen[phase] = tuple(self._used if same_order else self._gathered)
+    def _freeze(self, phase: str, told: Sequence[tuple[int, int]]) -> None:
+        is_same = all(each == told[0] for each in told)
+        self._orders[phase] = tuple(self._used if is_same else self._gathered)
 
-    def _fail(self) -> NoReturn:
-        mine = ", ".join(repr(self._names[unit]) for unit in dict.fromkeys(self._used)) or "nothing"
-        stories = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(self._meeting.tell(mine)))
-        self._broken = OrderMismatchError(
-            f"ranks use the model's units in different orders in the {self._phase}: {stories} (this is rank "
-            f"{self._meeting.rank}). Under a plan that partitions parameters every rank must run the units in the same "
+    def _fail_apart(self) -> NoReturn:
+        passes = [(phase, [self._names[unit] for unit in dict.fromkeys(used)]) for phase, used in self._unchecked]
+        told = self._control.tell(passes)
+        first = next((place for place, each in enumerate(passes) if any(other[place] != each for other in told)), 0)
+        stories = "; ".join(
+            f"rank {rank}: {', '.join(map(repr, each[first][1])) or 'nothing'}" for rank, each in enumerate(told)
+        )
+        self._unchecked = []
+        raise OrderMismatchError(
+            f"ranks use the model's units in different orders in the {passes[first][0]}: {stories} (this is rank "
+            f"{self._control.rank}). Under a plan that partitions parameters every rank must run the units in the same "
             "order (a rank may skip some); put modules whose order differs into one unit with shard(units=...), or use "
             "ZERO_2, which gathers nothing"
         )
-        raise self._broken
-
-    def _raise_if_broken(self) -> None:
-        if self._broken is not None:
-            raise OrderMismatchError(str(self._broken))
 
 
 class Unscheduled:
     """The schedule of a model whose parameters rest whole: nothing is gathered, so there is no order to keep."""
 
     upcoming = None
+    is_stale = False
+    digests = (0, 0)
 
     def __init__(self) -> None:
         self.phase: str | None = None
 
-    def begin(self, phase: str, number: int = 0) -> Sequence[int] | None:
+    def begin(self, phase: str) -> None:
         self.phase = phase
-        return None
 
     def end(self) -> None:
         self.phase = None
@@ -191,6 +230,12 @@ class Unscheduled:
         """A whole unit has no gather that its use could be compared with."""
 
     request = use
+
+    def compare(self, told: Sequence[tuple[int, int]]) -> None:
+        """Nothing was gathered."""
+
+    def forget(self) -> None:
+        """Nothing is known."""
 
     def issue_next(self) -> int:
         raise RuntimeError("whole units are never gathered")

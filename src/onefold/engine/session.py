@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.comm.comm import Comm
+from onefold.comm.control import Control
 from onefold.engine.loss_scale import Scaler
 from onefold.engine.reducer import Reducer
 from onefold.engine.runtime import Runtime
@@ -37,6 +38,7 @@ class Session:
     """Where updates on the host run."""
     num_threads: int
     """With so many threads."""
+    control: Control
     runtime: Runtime
     reducer: Reducer
     scaler: Scaler
@@ -193,5 +195,6 @@ def session_met(model: nn.Module, what: str) -> Session:
     """
     session = session_of(model, what)
     session.runtime.settle()
-    session.reducer.meet(what)
+    session.reducer.finish()
+    session.control.meet(what)
     return session

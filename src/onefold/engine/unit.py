@@ -1,32 +1,79 @@
-"""Owns a unit: the parameters of one module that are gathered, reduced and released together.
+"""Owns what all units have in common: the parameters of one module that are gathered, reduced and released together,
+the state they are in, and the updates that change them.
+
+[Note: The states of a unit]
+A unit is in one of five states on a rank. Between them it goes as `_NEXT` says; what is not there is no step, and
+raises.
+
+| state    | its parameters                                                                  | can be read |
+|----------|---------------------------------------------------------------------------------|-------------|
+| ABSENT   | rest in shards                                                                  | no          |
+| ARRIVING | are being gathered, ahead of their use or because other ranks need this one's part | no       |
+| READABLE | are whole                                                                       | yes         |
+| KEPT     | are whole, and stay so from a forward to its backward                           | no          |
+| UPDATING | are whole, and newer values may be on their way                                 | no          |
+
+A `ShardedUnit` is never UPDATING, since what is gathered after an update is new; a `ReplicatedUnit` is only READABLE or
+UPDATING. What cannot be read is hidden: touching it waits, gathers, or raises (released.py).
+
+[Note: Logical and physical release]
+The state is logical: it changes at points of the program that are the same on every rank, and decides whether a use
+needs a collective. The storage behind it may outlive a release as long as a view of it is held (buffer.py).
 
 [Note: Version counters]
 Parameters are bound by `param.data = view`, so each keeps a version counter of its own: refilling the flat buffer is
 not a modification that autograd could see. What autograd should see - an update between forward and backward - is
 counted in `Flat.version` and checked where saved weights are unpacked.
-
-[Note: Logical and physical release]
-`is_gathered` is logical: it changes at points of the program that are the same on every rank, and decides whether a use
-needs a collective. The storage behind it may outlive a release as long as somebody holds a view (buffer.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum, auto
 from functools import partial
 from threading import RLock
 from weakref import ref
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.comm.comm import Comm
-from onefold.comm.pending_gathers import Refresh
 from onefold.engine.flat import Flat, Trained
-from onefold.engine.released import Owner, ReducedGradient, ReleasedParameter, metadata_only
-from onefold.memory.streams import Finish, Lanes, Ticket
+from onefold.engine.released import Owner, ReleasedParameter
+from onefold.memory.streams import Lanes, Ticket
 from onefold.memory.trace_labels import label
-from onefold.plan.table import Tier
 
-Gather = Callable[[Tensor, Tensor], Finish | None]
+
+class UnitState(Enum):
+    """Where the parameters of a unit are. See [Note: The states of a unit]."""
+
+    ABSENT = auto()
+    ARRIVING = auto()
+    READABLE = auto()
+    KEPT = auto()
+    UPDATING = auto()
+
+
+class UnitEvent(Enum):
+    """What happens to a unit."""
+
+    IS_GATHERED = auto()
+    """A gather was started."""
+    IS_SHOWN = auto()
+    """The computation needs it, and waits for what is on its way."""
+    IS_KEPT = auto()
+    """A forward is over whose backward may follow."""
+    IS_RELEASED = auto()
+    """Nothing needs it any more."""
+    IS_UPDATED = auto()
+    """An update was started."""
+
+
+_ABSENT, _ARRIVING, _READABLE, _KEPT, _UPDATING = UnitState
+_NEXT: dict[UnitEvent, dict[UnitState, UnitState]] = {
+    UnitEvent.IS_GATHERED: {_ABSENT: _ARRIVING, _READABLE: _ARRIVING},
+    UnitEvent.IS_SHOWN: {_ARRIVING: _READABLE, _READABLE: _READABLE, _KEPT: _READABLE, _UPDATING: _READABLE},
+    UnitEvent.IS_KEPT: {_ARRIVING: _KEPT, _READABLE: _KEPT, _KEPT: _KEPT},
+    UnitEvent.IS_RELEASED: {_ABSENT: _ABSENT, _ARRIVING: _ABSENT, _READABLE: _ABSENT, _KEPT: _ABSENT},
+    UnitEvent.IS_UPDATED: {_READABLE: _UPDATING, _UPDATING: _UPDATING},
+}
 
 
 class Use:
@@ -45,17 +92,13 @@ class Use:
 
 
 class Unit:
-    """One unit whose parameters rest whole: always gathered. `PartUnit` is the partitioned kind."""
+    """What both kinds of unit have; one is born READABLE, with its parameters bound to their buffers."""
 
     def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
         self.name = name
         self.index = index
         self.flats = tuple(flats)
-        self.is_gathered = True
-        self.is_used = True
-        """Whether computation asked for it since it was gathered (prefetched units were not asked for yet)."""
-        self.is_resting = False
-        """Whether it stayed gathered after a forward, and backward has not asked for it yet."""
+        self.state = UnitState.READABLE
         self.depth = 0
         """Forwards of its modules that are running."""
         self.pins = 0
@@ -64,14 +107,36 @@ class Unit:
         self.open_uses: set[Use] = set()
         self._comm = comm
         self._lanes = lanes
-        self._refreshes = comm.refreshes
         self._tickets: list[Ticket] = []
+        """Of gathers that were started, and not waited for."""
         self._params = [param for flat in self.flats for param in flat.params]
         self._classes = [type(param) for param in self._params]
         self._lock = RLock()
-        """Of whoever waits for values to be there: other threads than the one that trains may read weights, too."""
-        self._is_watched = False
-        """Whether somebody may read the newest values without asking for them, so that the step must wait."""
+        """Of what waits for values to be there: other threads than the one that trains may read weights, too."""
+
+    def _go(self, event: UnitEvent) -> None:
+        if self.state not in _NEXT[event]:
+            raise RuntimeError(f"unit {self.name!r} is {self.state.name}: {event.name} cannot be")
+        self.state = _NEXT[event][self.state]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its parameters are whole, or being made so."""
+        return self.state is not UnitState.ABSENT
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it was gathered, and no computation of this phase has asked for it."""
+        return self.state is UnitState.ARRIVING
+
+    @property
+    def is_readable(self) -> bool:
+        return self.state is UnitState.READABLE
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stayed gathered after a forward, and its backward has not asked for it yet."""
+        return self.state is UnitState.KEPT
 
     @property
     def trained_flats(self) -> list[tuple[Flat, Trained]]:
@@ -90,24 +155,31 @@ class Unit:
 
     def adopt(self, owner: Owner) -> None:
         """Tie every parameter to the runtime that answers for it."""
-        for flat in self.flats:
-            for param in flat.params:
-                param._onefold_owner = ref(owner)  # type: ignore[attr-defined]
+        for param in self._params:
+            param._onefold_owner = ref(owner)  # type: ignore[attr-defined]
+
+    # --- making parameters whole; a kind that rests whole has nothing to do
 
     def gather(self) -> None:
         """Start making all parameters whole."""
 
-    def wait(self) -> None:
+    def gather_on_host(self, is_wanted: bool) -> None:
+        """Gather over host memory, apart from all other traffic; for ranks that do not want it only there."""
+
+    def show(self) -> None:
         """Let the current stream read the gathered parameters."""
-        self.finish_update()
-        self._refreshes.send_ready()
+        raise NotImplementedError
+
+    def keep(self) -> bool:
+        """After a forward that a backward may follow: stay gathered until then. Whether it does."""
+        return False
 
     def release(self) -> None:
         """Let go of the whole parameters."""
 
-    def rest(self) -> bool:
-        """After a forward that a backward may follow: stay gathered until then. Whether it does."""
-        return False
+    def try_free(self) -> bool:
+        """Give memory of released parameters back; False if a view of it is still held."""
+        return True
 
     def written(self) -> list[nn.Parameter]:
         """Parameters that were changed in place since they were gathered, and would lose that."""
@@ -116,20 +188,22 @@ class Unit:
     def keep_written(self) -> None:
         """What was changed in place until now has been taken over."""
 
-    def try_free(self) -> bool:
-        """Give memory of released parameters back; False if somebody still holds views of it."""
-        return True
+    def is_done(self) -> bool:
+        """Whether nothing that autograd saved, and no running forward, needs the parameters any more."""
+        return self.depth == 0 and self.pins == 0 and all(use.is_over for use in self.open_uses)
+
+    # --- updates
 
     def update(self, flat: Flat, compute: Callable[[], None]) -> None:
         """Start the update of one flat buffer, after which every rank's part comes to wherever it is read."""
         if flat.trained is not None:
-            self._watch(flat)
-            flat.update = flat.trained.rest.run(self._labelled(compute), partial(self.spread, flat))
+            self._note_readers(flat)
+            flat.update = flat.trained.rest.run(self._labelled(compute), partial(self._deliver, flat))
             flat.trained.gradients.keep.lend(flat.update.copy())
-            self._queue(flat)
+            self._spread_later(flat)
 
     def update_late(self, flat: Flat, compute: Callable[[], None]) -> None:
-        """Start the update of one flat buffer, whose result is only seen after `catch_up`."""
+        """Start the update of one flat buffer, whose result is only seen after `finish_late_updates`."""
         if flat.trained is not None:
             flat.late = flat.trained.rest.run(self._labelled(compute), lambda _: None)
             flat.trained.gradients.keep.lend(flat.late.copy())
@@ -141,231 +215,83 @@ class Unit:
 
         return run
 
-    def catch_up(self) -> None:
+    def _deliver(self, flat: Flat, after: Ticket) -> None:
+        """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
+        flat.current = flat.publish(self._lanes, after)
+        flat.shown = flat.current.copy()
+
+    def finish_updates(self) -> None:
+        """Wait for updates that are under way; their exceptions are raised here."""
+        for flat in self.flats:
+            flat.finish_update()
+
+    def finish_late_updates(self) -> None:
         """Wait for late updates, and let their results come to wherever they are read."""
-        caught = [flat for flat in self.flats if flat.late is not None]
-        for flat in caught:
-            self._wait_late(flat)
-            self._watch(flat)
-            self._show_all(flat)
-        if caught:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
-            self.refresh(caught)
+        late = [flat for flat in self.flats if flat.late is not None]
+        for flat in late:
+            _finish_late(flat)
+            self._note_readers(flat)
+            self._spread_now(flat)
+        if late:  # else nothing is gathered again: rank 0 may be here alone, to save what all ranks have gathered
+            self.hide_updated(late)
 
     @property
     def is_late_elsewhere(self) -> bool:
-        """Whether catching up takes other ranks, too: they have made parts of what is late."""
+        """Whether finishing late updates takes other ranks, too: they have made parts of what is late."""
         return any(flat.late is not None and flat.weight.numel() < flat.layout.numel for flat in self.flats)
-
-    def _wait_late(self, flat: Flat) -> None:
-        """Wait for its late update, which stays late if the wait is interrupted."""
-        try:
-            if flat.late is not None:
-                flat.late.wait()
-        except Exception:
-            flat.late = None
-            raise
-        flat.late = None
-
-    def refresh(self, flats: Collection[Flat]) -> None:
-        """The values of `flats` are being changed: hide them until they are there."""
-        for flat in flats:
-            flat.version += 1
-            torch.autograd.graph.increment_version(flat.params)
-            flat.note_versions()
-        if any(self._is_coming(flat) for flat in flats):
-            self.is_used = False
-            self._hide()
-
-    def _is_coming(self, flat: Flat) -> bool:
-        """Whether new values of `flat` may still be on their way, from the worker or from other ranks."""
-        return flat.update.is_pending or flat.arrival.is_pending or flat.weight.numel() < flat.layout.numel
-
-    def show_stored(self, flats: Collection[Flat]) -> None:
-        """Bring what was stored into `flats` between steps to wherever it is read; returns when it is there."""
-        for flat in flats:
-            self._show_all(flat)
-        self.refresh(flats)
-        self.finish_update()
-        self.wait_tickets()
-
-    def wait_refreshed(self) -> None:
-        """Let the current stream read what `refresh` brought, unless it is still to come and nobody can tell."""
-        if self.is_used:
-            self.wait_tickets()
-        elif self._is_watched:
-            self.finish_update()
-        self._is_watched = False
-
-    def _watch(self, flat: Flat) -> None:
-        """Before new values come: see who could read them without telling us. That is who holds a view of the weights
-        (`param.data`, a state dict, an array), or calls what a parameter's own class has and a hidden one has not."""
-        has_methods = any(cls is not nn.Parameter for cls in self._classes)
-        self._is_watched = self._is_watched or has_methods or flat.buffer.is_watched
-
-    def spread(self, flat: Flat, after: Ticket) -> None:
-        """Once `after` is done: bring the updated values of one flat buffer to where this rank's weights are."""
-        flat.current = flat.publish(self._lanes, after)
-
-    def _show_all(self, flat: Flat) -> None:
-        """Bring values that are where updates run to all ranks. They call it at the same point."""
-        self.spread(flat, self._lanes.mark())
-        self._send(flat, self._comm.all_gather)
-
-    def _queue(self, flat: Flat) -> None:
-        """Send an update that was started: now, if it is done. See [Note: Who launches collectives]."""
-        if flat.update.is_pending:
-            self._refreshes.add(
-                Refresh(owner=self, update=flat.update.copy(), send=partial(self._send, flat, self._comm.refresh))
-            )
-        else:
-            self._send(flat, self._comm.all_gather)
-
-    def _send(self, flat: Flat, gather: Gather) -> Ticket:
-        """Bring what was published to all ranks; what was there before, if the update failed: they wait for it."""
-        ready = flat.current
-        if flat.weight.numel() < flat.layout.numel:
-            with label("refresh", self.name):
-                launch = partial(gather, flat.buffer.whole, flat.weight)
-                ready = self._lanes.gather.run(launch, after=[ready], keep=[flat.buffer.whole, flat.weight])
-        self._tickets.append(ready)
-        return ready.copy()
-
-    def finish_update(self) -> None:
-        """Wait for updates that are under way, and let parameters be read again."""
-        with self._lock:
-            self._refreshes.finish(self)
-            for flat in self.flats:
-                flat.finish_update()
-            if not self.is_used:
-                self.wait_tickets()
-                self._show()
-                self.is_used = True
 
     @property
     def is_updating(self) -> bool:
         """Whether the worker has not finished an update of it."""
         return any(flat.is_updating for flat in self.flats)
 
+    def hide_updated(self, flats: Collection[Flat]) -> None:
+        """The values of `flats` are being changed: nothing reads the old ones from now on."""
+        raise NotImplementedError
+
+    def show_stored(self, flats: Collection[Flat]) -> None:
+        """Bring what was stored into `flats` between steps to wherever it is read; returns when it is there."""
+        for flat in flats:
+            self._spread_now(flat)
+        self.hide_updated(flats)
+        self.finish_updates()
+        self.wait_gathers()
+
+    def show_updated(self) -> None:
+        """Let the current stream read what an update brought, unless that is still to come and hidden until then."""
+
+    def _note_readers(self, flat: Flat) -> None:
+        """Before new values come: see what could read them without asking."""
+
+    def _spread_now(self, flat: Flat) -> None:
+        """Bring values that are where updates run to all ranks. They call it at the same point."""
+        self._deliver(flat, self._lanes.mark())
+
+    def _spread_later(self, flat: Flat) -> None:
+        """Bring what an update that was started will give to all ranks, unless they gather it when they need it."""
+
     def _hide(self) -> None:
         for param in self._params:
             param.__class__ = ReleasedParameter  # type: ignore[assignment]
 
-    def _show(self) -> None:
+    def _unhide(self) -> None:
         for param, cls in zip(self._params, self._classes, strict=True):
             param.__class__ = cls
 
-    def wait_tickets(self) -> None:
+    def wait_gathers(self) -> None:
         """Order the current stream after every gather that was started."""
         with self._lock:
             while self._tickets:
                 self._tickets[0].wait()
                 self._tickets.pop(0)
 
-    def is_done(self) -> bool:
-        """Whether nothing that autograd saved, and no running forward, needs the parameters any more."""
-        return self.depth == 0 and self.pins == 0 and all(use.is_over for use in self.open_uses)
 
-
-class PartUnit(Unit):
-    """One unit whose parameters rest in shards: gathered for use, released after."""
-
-    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
-        super().__init__(name, index, flats, comm, lanes)
-        self._versions: list[int] = []
-
-    def gather(self) -> None:
-        try:
-            self.finish_update()
-        finally:  # other ranks, where the update did not fail, wait for this one's part
-            with label("gather", self.name):
-                for flat in self.flats:
-                    flat.buffer.grow()
-                self._fill()
-            self.is_gathered = True
-            self.is_used = False
-
-    def _fill(self) -> None:
-        for flat in self.flats:
-            shard, fetched = flat.rest.fetch(flat.weight)
-            flat.arrival = fetched if flat.rest.tier != Tier.DEVICE else flat.arrival
-            launch = partial(self._comm.all_gather, flat.buffer.whole, shard)
-            self._tickets.append(self._lanes.gather.run(launch, after=[fetched, flat.current], keep=[shard]))
-
-    def wait(self) -> None:
-        if self.is_used:
-            return
-        self.wait_tickets()
-        self.is_used = True
-        self._show()
-        self.keep_written()
-
-    def keep_written(self) -> None:
-        self._versions = [param._version for param in self._params]
-
-    def written(self) -> list[nn.Parameter]:
-        if not self.is_used:
-            return []
-        with metadata_only():
-            pairs = zip(self._params, self._versions, strict=True)
-            return [param for param, version in pairs if param._version != version]
-
-    def release(self) -> None:
-        self._withdraw()
-        self.is_gathered = False
-
-    def _withdraw(self) -> None:
-        self.wait_tickets()
-        self.is_used = False
-        self.open_uses = set()
-        self._hide()
-
-    def try_free(self) -> bool:
-        freed = all([flat.buffer.shrink() for flat in self.flats])
-        self._lanes.order_gather()
-        return freed
-
-    def refresh(self, flats: Collection[Flat]) -> None:
-        for flat in flats:
-            flat.version += 1
-            self._comm.changed(flat.weight)
-        if self.is_gathered:  # a `gathered` context shows it
-            self.finish_update()
-            self._fill()
-            self.wait_tickets()
-
-    def _watch(self, flat: Flat) -> None:
-        """Whole values come when they are asked for."""
-
-    def _queue(self, flat: Flat) -> None:
-        """Other ranks gather it when they need it."""
-
-    def _send(self, flat: Flat, gather: Gather) -> Ticket:
-        """As `_queue`."""
-        return Ticket()
-
-    def finish_update(self) -> None:
-        for flat in self.flats:
-            flat.finish_update()
-
-
-class KeptUnit(PartUnit):
-    """One unit whose parameters rest in shards, but stay gathered between a forward and its backward: memory for the
-    second gather. Meanwhile it is as one gathered ahead of its use."""
-
-    def rest(self) -> bool:
-        self._withdraw()
-        self.is_resting = True
-        return True
-
-    def wait(self) -> None:
-        super().wait()
-        self.is_resting = False
-
-    def release(self) -> None:
-        super().release()
-        self.is_resting = False
-
-
-def stand_in(flat: Flat, slot: int, rank: int) -> ReducedGradient:
-    """The stand-in for the gradient of one parameter of `flat`."""
-    return ReducedGradient.of(flat.params[slot], f"{flat.names[slot]} (rank {rank})")
+def _finish_late(flat: Flat) -> None:
+    """Wait for its late update, which stays late if the wait is interrupted."""
+    try:
+        if flat.late is not None:
+            flat.late.wait()
+    except Exception:
+        flat.late = None
+        raise
+    flat.late = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.engine.flat import Flat
-from onefold.engine.grad_state import Slots
+from onefold.engine.grad_states import GradStates
 from onefold.engine.session import Session, session_of
 from onefold.engine.unit import Unit
 from onefold.errors import OptimizerError
@@ -22,6 +22,7 @@ from onefold.memory.buffer import exact_dtype
 from onefold.optim.elementwise import TorchRule
 from onefold.optim.kernels.fused import fused_kernel
 from onefold.optim.kernels.host import TorchKernel, host_kernel
+from onefold.optim.norm import DeviceNorm, HostNorm
 from onefold.optim.rules import Rule, check_hyper
 from onefold.optim.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate
 from onefold.plan.table import Tier
@@ -78,6 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups(model, session, no_decay, param_groups)
         super().__init__(groups, dict(rule.defaults()))
         self._updates = self._build_updates()
+        self._norm = (DeviceNorm if session.device.type == "cuda" else HostNorm)(session.comm, self._squares)
         self._members = _members(self.param_groups)
         self._membership = _membership(model, self._members)
         session.optimizer = ref(self)
@@ -123,8 +125,8 @@ class Optimizer(torch.optim.Optimizer):
         self._check_members()
         session.take_written()
         session.runtime.catch_up()
-        active = session.reducer.flush(self._settings())
-        norm = self._global_norm()
+        active, told, is_changed = session.runtime.agree("optimizer step", self._settings(), self._norm.told)
+        norm = self._norm.of(told, is_changed) / self.loss_scale
         self.skipped = not norm < float("inf")
         self.grad_norm = norm
         if not self.skipped:
@@ -194,9 +196,9 @@ class Optimizer(torch.optim.Optimizer):
                     continue
                 unit.update(update.flat, compute)
                 started.append(update.flat)
-            unit.refresh(started)
+            unit.hide_updated(started)
         for unit, _ in self._work:
-            unit.wait_refreshed()
+            unit.show_updated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters and free their memory (`set_to_none` is always meant)."""
@@ -204,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         self._session.reducer.finish()
         for update in self._updates:
             update.drop_gradients()
+        self._session.reducer.forget_failures()
 
     def state_itemsize(self, flat: Flat) -> int:
         """Bytes of optimizer state an element of one flat buffer, master weights not counted."""
@@ -269,11 +272,11 @@ class Optimizer(torch.optim.Optimizer):
     def _build_updates(self) -> list[FlatUpdate]:
         group_of = {id(param): group for group in self.param_groups for param in group["params"]}
         updates: list[FlatUpdate] = []
-        for index, slots_group in sorted(self._session.reducer.slots.items()):
-            for position, slots in enumerate(slots_group):
-                groups = [group_of.get(id(param)) for param in slots.flat.params]
+        for index, states_group in sorted(self._session.reducer.states.items()):
+            for position, states in enumerate(states_group):
+                groups = [group_of.get(id(param)) for param in states.flat.params]
                 if any(group is not None for group in groups):
-                    updates.append(self._build_update(slots, (index, position), groups))
+                    updates.append(self._build_update(states, (index, position), groups))
         return updates
 
     def _arrange(self) -> list[tuple[Unit, list[FlatUpdate]]]:
@@ -303,30 +306,22 @@ class Optimizer(torch.optim.Optimizer):
                 flat.trained.gradients.keep.add_buffer()
         return delay_after
 
-    def _build_update(self, slots: Slots, key: Key, groups: Sequence[Mapping[str, Any] | None]) -> FlatUpdate:
+    def _build_update(self, states: GradStates, key: Key, groups: Sequence[Mapping[str, Any] | None]) -> FlatUpdate:
         if isinstance(self._rule, TorchRule):
-            return SliceUpdate(self._rule, slots, key, groups)
-        trained, dtype = slots.flat.trained, exact_dtype(slots.flat.weight.dtype)
+            return SliceUpdate(self._rule, states, key, groups)
+        trained, dtype = states.flat.trained, exact_dtype(states.flat.weight.dtype)
         if trained is None or trained.rest.tier == Tier.DEVICE:
             fused = fused_kernel(self._session.device)
             if fused is None or not fused.supports(self._rule.name, dtype):
-                return RuleUpdate(self._rule, slots, key, groups)
-            return KernelUpdate(fused, self._rule, slots, key, groups)
+                return RuleUpdate(self._rule, states, key, groups)
+            return KernelUpdate(fused, self._rule, states, key, groups)
         kernel = host_kernel(self._session.num_threads)
         if not kernel.supports(self._rule.name, dtype):
             kernel = TorchKernel()
-        return KernelUpdate(kernel, self._rule, slots, key, groups)
+        return KernelUpdate(kernel, self._rule, states, key, groups)
 
-    def _global_norm(self) -> float:
-        """The L2 norm over all ranks, from squares summed in fp64 so that it does not depend on who holds what."""
-        norm = self._norm()
-        # Finite gradients can overflow a sum that was taken quickly.
-        return norm if norm < float("inf") else self._norm(is_exact=True)
-
-    def _norm(self, is_exact: bool = False) -> float:
-        session = self._session
-        squares = torch.stack([update.squares(is_exact) for update in self._updates]).sum()
-        return float(session.comm.total(squares).sqrt()) / self.loss_scale
+    def _squares(self, is_exact: bool) -> Tensor:
+        return torch.stack([update.squares(is_exact) for update in self._updates]).sum()
 
     def _factors(self, norm: float) -> tuple[float, ...]:
         """What gradients are multiplied with, one after another: unscaling, then clipping as torch computes it."""
@@ -352,9 +347,7 @@ def _groups(
     model: nn.Module, session: Session, no_decay: NoDecay, param_groups: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
     names = {id(param): name for name, param in model.named_parameters()}
-    trained = {
-        id(param): param for group in session.reducer.slots.values() for slots in group for param in slots.flat.params
-    }
+    trained = {id(param): param for states in session.reducer.all_states() for param in states.flat.params}
     for name, param in model.named_parameters():
         if param.requires_grad and not session.runtime.manages(param):
             raise OptimizerError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, dtype
 
 from onefold.engine.flat import Flat, Trained
-from onefold.engine.grad_state import Slots
+from onefold.engine.grad_states import GradStates
 from onefold.errors import OptimizerError
 from onefold.memory.buffer import exact_dtype
 from onefold.optim.elementwise import TorchRule, probe
@@ -113,20 +113,20 @@ Work = TypeVar("Work")
 class _Update(Generic[Work]):
     """What both kinds share: loading exact weights and gradients, and storing the weights again."""
 
-    def __init__(self, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
-        trained = slots.flat.trained
+    def __init__(self, states: GradStates, key: Key, groups: Sequence[Group | None]) -> None:
+        trained = states.flat.trained
         if trained is None:
-            raise ValueError(f"{slots.flat.names} are frozen")
-        self.flat = slots.flat
+            raise ValueError(f"{states.flat.names} are frozen")
+        self.flat = states.flat
         self._trained: Trained = trained
-        self._slots = slots
+        self._states_of = states
         self._mine = {slot for slot, group in enumerate(groups) if group is not None}
         self.unit_index = key[0]
         self.tier = trained.rest.tier
         self._key = key
         self._groups = groups
-        self._dtype = exact_dtype(slots.flat.weight.dtype)
-        self._pieces = slots.flat.pieces
+        self._dtype = exact_dtype(states.flat.weight.dtype)
+        self._pieces = states.flat.pieces
 
     def prepare(self, active: set[tuple[int, int, int]], factors: Sequence[float]) -> Callable[[], None] | None:
         slots = {slot for slot, group in enumerate(self._groups) if group is not None and (*self._key, slot) in active}
@@ -158,7 +158,7 @@ class _Update(Generic[Work]):
         return self._trained.gradients.squares_of(self._mine, is_exact)
 
     def drop_gradients(self) -> None:
-        self._slots.drop(self._mine)
+        self._states_of.drop(self._mine)
 
     def _update(self, master: Tensor, grad: Tensor, work: list[Work]) -> None:
         raise NotImplementedError
@@ -183,8 +183,8 @@ class _Update(Generic[Work]):
 class RuleUpdate(_Update[_Run]):
     """Runs one of Onefold's rules over long runs, with flat state."""
 
-    def __init__(self, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
-        super().__init__(slots, key, groups)
+    def __init__(self, rule: Rule, states: GradStates, key: Key, groups: Sequence[Group | None]) -> None:
+        super().__init__(states, key, groups)
         self._rule = rule
         self._steps = [0] * len(groups)
         self._state: dict[str, Tensor] = {}
@@ -278,8 +278,10 @@ class KernelUpdate(RuleUpdate):
     """Runs one of Onefold's rules where a kernel knows it: one pass, from gradients as they came to compute weights as
     they go."""
 
-    def __init__(self, kernel: Updater, rule: Rule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
-        super().__init__(rule, slots, key, groups)
+    def __init__(
+        self, kernel: Updater, rule: Rule, states: GradStates, key: Key, groups: Sequence[Group | None]
+    ) -> None:
+        super().__init__(rule, states, key, groups)
         self._kernel = kernel
 
     def _apply(self, work: list[_Run], reduced: Tensor, factors: Sequence[float]) -> None:
@@ -300,8 +302,8 @@ class KernelUpdate(RuleUpdate):
 class SliceUpdate(_Update[_Slice]):
     """Runs a torch.optim class over each parameter's slice, with the class's own state."""
 
-    def __init__(self, rule: TorchRule, slots: Slots, key: Key, groups: Sequence[Group | None]) -> None:
-        super().__init__(slots, key, groups)
+    def __init__(self, rule: TorchRule, states: GradStates, key: Key, groups: Sequence[Group | None]) -> None:
+        super().__init__(states, key, groups)
         self._rule = rule
         self._states = [rule.new_state() for _ in self._pieces]
 

@@ -11,7 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from onefold.comm.comm import Comm
 from onefold.engine.flat import Flat, Trained
 from onefold.engine.gradients import AwayKeep, Gradients, Keep, PartKeep, ReplicatedKeep, WholeKeep
-from onefold.engine.unit import KeptUnit, PartUnit, Unit
+from onefold.engine.replicated_unit import ReplicatedUnit
+from onefold.engine.sharded_unit import KeptUnit, ShardedUnit
+from onefold.engine.unit import Unit
 from onefold.memory.buffer import Buffer, CopyMaster, Master, OwnMaster, SplitMaster, exact_dtype
 from onefold.memory.streams import Lanes
 from onefold.plan.layout import Layout
@@ -50,7 +52,7 @@ class Rest:
         self.params = houses[plan.params.farthest]
         self.grads = houses[plan.grads.farthest]
         self.optim = houses[plan.optim.farthest]
-        self.unit_type = (KeptUnit if is_kept else PartUnit) if plan.params.partitioned else Unit
+        self.unit_type = (KeptUnit if is_kept else ShardedUnit) if plan.params.partitioned else ReplicatedUnit
         self.keep_type: type[PartKeep | WholeKeep] = (
             PartKeep if plan.grads.partitioned else WholeKeep if plan.optim.partitioned else ReplicatedKeep
         )
@@ -127,7 +129,7 @@ class Builder:
         """
         rest = Rest(plan, self._houses, is_kept)
         flats = [self._build_flat(kind, members, rest) for kind, members in self._formats.flats(spec)]
-        unit_type = rest.unit_type if flats else Unit  # a root without parameters of its own is gathered as it is
+        unit_type = rest.unit_type if flats else ReplicatedUnit  # a root may have no parameters of its own
         unit = unit_type(spec.name, index, flats, self._comm, self._lanes)
         unit.release()
         unit.try_free()

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from onefold.engine.flat import Flat
-from onefold.engine.grad_state import Slots
+from onefold.engine.grad_states import GradStates
 from onefold.engine.hooks import register_state_dict_hooks
 from onefold.engine.session import Session, session_of
-from onefold.engine.unit import KeptUnit, Unit
+from onefold.engine.sharded_unit import KeptUnit
+from onefold.engine.unit import Unit
 from onefold.errors import ReleasedParameterError
 from onefold.optim.optimizer import Optimizer
 from onefold.plan.budget import Budget, FlatSpec
@@ -70,8 +71,8 @@ class _Gathered:
             if any(id(param) in wanted for flat in unit.flats for param in flat.params)
         ]
         self._before: dict[int, Tensor] = {}
-        self._shown: list[tuple[Slots, int, Tensor, int]] = []
-        """Slots, slot, the gradient shown, and its version then."""
+        self._shown: list[tuple[GradStates, int, int]] = []
+        """Whose gradient is shown, its slot, and its version then."""
 
     def enter(self) -> None:
         runtime = self._session.runtime
@@ -79,11 +80,11 @@ class _Gathered:
         runtime.catch_up()
         if self._write:
             self._session.finish_readers()
-        active = self._session.reducer.flush()
+        active, _, _ = runtime.agree("start of gathered")
         for unit in self._units:
             if not unit.is_gathered:
                 unit.gather()
-            unit.wait()
+            unit.show()
             unit.pins += 1
             if self._write:
                 self._before.update({id(flat): _resting(flat).clone() for flat in unit.flats})
@@ -94,13 +95,10 @@ class _Gathered:
     def leave(self) -> None:
         runtime = self._session.runtime
         runtime.pop_saving()
-        for slots, slot, shown, version in self._shown:
-            param = slots.flat.params[slot]
-            if param.grad is shown:
-                if shown._version != version:  # changed in place, to be stepped with
-                    slots.gradients.assign(slot, slots.scaled(shown))
-                param.grad = slots.stand_ins[slot]
-            slots.shown.pop(slot, None)
+        for states, slot, version in self._shown:
+            shown = states.hide(slot)
+            if shown is not None and shown._version != version:  # changed in place, to be stepped with
+                states.gradients.assign(slot, states.scaled(shown))
         if self._write:
             self._session.wait_for_readers()  # whoever gathered what is written now
         for unit in self._units:
@@ -114,17 +112,14 @@ class _Gathered:
     def _show_gradients(self, active: set[tuple[int, int, int]]) -> None:
         scale = self._session.scaler.scale
         for unit in self._units:
-            for position, slots in enumerate(self._session.reducer.slots.get(unit.index, ())):
-                here = [slot for slot in range(len(slots.flat.params)) if (unit.index, position, slot) in active]
-                if not here:
-                    continue
-                whole = slots.gradients.whole()
+            for position, states in enumerate(self._session.reducer.states.get(unit.index, ())):
+                here = [slot for slot in range(len(states.flat.params)) if (unit.index, position, slot) in active]
+                whole = states.gradients.whole() if here else []
                 for slot in here:
-                    param = slots.flat.params[slot]
-                    shown = whole[slot].to(param.dtype)
-                    param.grad = shown / scale if scale != 1 else shown
-                    self._shown.append((slots, slot, param.grad, param.grad._version))
-                    slots.shown[slot] = param.grad
+                    averaged = whole[slot].to(states.flat.params[slot].dtype)
+                    shown = averaged / scale if scale != 1 else averaged
+                    states.show(slot, shown)
+                    self._shown.append((states, slot, shown._version))
 
     def _keep(self, unit: Unit) -> None:
         """Make rank 0's values everyone's; weights that did not change keep their exact master."""

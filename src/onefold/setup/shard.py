@@ -12,13 +12,16 @@ from torch import nn
 
 from onefold.comm.agreement import together
 from onefold.comm.comm import Comm, default_device, start
-from onefold.comm.control import Meeting
+from onefold.comm.control import Control
 from onefold.comm.mesh import connect
+from onefold.engine.grad_report import GradientReport
 from onefold.engine.hooks import Gate, InlinedHooks, ModuleHooks, install_gradient_hooks
 from onefold.engine.loss_scale import make_scaler
 from onefold.engine.reducer import Reducer
 from onefold.engine.runtime import Runtime
+from onefold.engine.schedule import BACKWARD
 from onefold.engine.session import Session, is_sharded, session_of
+from onefold.engine.sharded_unit import ShardedUnit
 from onefold.engine.unit import Unit
 from onefold.errors import PlanError, PrecisionError, ShardError
 from onefold.memory.streams import lanes_for, poll_oldest, wait_for_oldest
@@ -165,11 +168,15 @@ def _open_session(
     builder = Builder(formats, device, comm, lanes, houses)
     built = _build(model, specs, places, builder, device, comm)
     scaler = make_scaler(precision.loss_scale)  # type: ignore[arg-type]
-    meeting = Meeting(comm, type(model).__name__)
+    num_trained = sum(len(flat.params) for unit in built for flat, _ in unit.trained_flats)
+    control = Control(comm, type(model).__name__, GradientReport.num_bytes(num_trained, len(built)))
     # Waiting holds up a stream on a GPU, but the whole rank on a CPU, and others may need it for their gathers.
     can_wait = device.type == "cuda" and not plan.params.partitioned
     bound = wait_for_oldest if can_wait else poll_oldest
-    reducer = Reducer(built, meeting, lanes, bound, lambda: scaler.scale)
+    # Gathers come first in a pass, where there are any.
+    is_gathering = any(isinstance(unit, ShardedUnit) for unit in built)
+    enter_pass = _nothing if is_gathering else partial(control.enter, BACKWARD)
+    reducer = Reducer(built, control, lanes, bound, lambda: scaler.scale, enter_pass)
     largest = max((unit.nbytes for unit in built[1:]), default=0)
     return Session(
         plan=plan,
@@ -180,10 +187,11 @@ def _open_session(
         houses=houses,
         cores=share.cores,
         num_threads=share.num_threads,
+        control=control,
         runtime=Runtime(
             model,
             built,
-            meeting,
+            control,
             reducer,
             largest if prefetch_bytes is None else prefetch_bytes,
             lambda: scaler.scale != 1,
@@ -192,6 +200,10 @@ def _open_session(
         scaler=scaler,
         fingerprint=_fingerprint(plan, comm, built),
     )
+
+
+def _nothing() -> None:
+    """What is done before a pass that ranks have entered already."""
 
 
 def _check(
