@@ -14,7 +14,7 @@ from torch import nn
 from models import WIDTH, Block, Stack, sequential
 from pairs import pairwise
 from plans import PLANS
-from ranks import Case, train
+from ranks import Case, squared, train
 
 # --- convolutions and batch norm
 
@@ -329,10 +329,6 @@ class Nested(nn.Module):
         return x
 
 
-def rows(model, turn):
-    model(turn.randn(3, 4)).pow(2).mean().backward()
-
-
 CASES = {
     "resnet": Case(model=ResNet, work=images),
     "unet": Case(model=UNet, work=images),
@@ -346,21 +342,21 @@ CASES = {
     "encoder and decoder": Case(model=EncoderDecoder, work=with_evaluation),
     "multihead attention": Case(model=Attentive, work=with_evaluation, optimizer="adamw"),
     "tied head": Case(model=TiedHead, work=next_token, optimizer="adamw"),
-    "one block at every depth": Case(model=SharedBlock, work=rows, optimizer="adamw"),
-    "blocks share a matrix": Case(model=TiedBlocks, work=rows, optimizer="adamw"),
-    "block and root share": Case(model=TiedAcross, work=rows),
-    "weight norm": Case(model=partial(normalized, nn.utils.parametrizations.weight_norm), work=rows),
-    "spectral norm": Case(model=partial(normalized, nn.utils.parametrizations.spectral_norm), work=rows),
-    "orthogonal": Case(model=partial(normalized, nn.utils.parametrizations.orthogonal), work=rows),
-    "old spectral norm": Case(model=partial(normalized, nn.utils.spectral_norm), work=rows),
-    "bare parameters": Case(model=partial(Stack, block=Bare), work=rows, optimizer="momentum"),
+    "one block at every depth": Case(model=SharedBlock, work=squared, optimizer="adamw"),
+    "blocks share a matrix": Case(model=TiedBlocks, work=squared, optimizer="adamw"),
+    "block and root share": Case(model=TiedAcross, work=squared),
+    "weight norm": Case(model=partial(normalized, nn.utils.parametrizations.weight_norm), work=squared),
+    "spectral norm": Case(model=partial(normalized, nn.utils.parametrizations.spectral_norm), work=squared),
+    "orthogonal": Case(model=partial(normalized, nn.utils.parametrizations.orthogonal), work=squared),
+    "old spectral norm": Case(model=partial(normalized, nn.utils.spectral_norm), work=squared),
+    "bare parameters": Case(model=partial(Stack, block=Bare), work=squared, optimizer="momentum"),
     "returns a named tuple": Case(model=partial(Returning, Named), work=returned),
     "returns a dict": Case(model=partial(Returning, as_dict), work=returned),
     "returns a dataclass": Case(model=partial(Returning, Data), work=returned),
-    "one linear layer": Case(model=lone_linear, work=rows),
-    "sequential": Case(model=sequential, work=rows, optimizer="adagrad"),
-    "nested lists": Case(model=Nested, work=rows, optimizer="momentum"),
-    "stack of blocks": Case(model=partial(Stack, block=Block), work=rows, optimizer="adagrad", steps=4),
+    "one linear layer": Case(model=lone_linear, work=squared),
+    "sequential": Case(model=sequential, work=squared, optimizer="adagrad"),
+    "nested lists": Case(model=Nested, work=squared, optimizer="momentum"),
+    "stack of blocks": Case(model=partial(Stack, block=Block), work=squared, optimizer="adagrad", steps=4),
 }
 
 

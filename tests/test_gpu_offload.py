@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onefold
-from gpu_models import Tower, gpus, train
+from gpu_models import Tower, gpus, on_gpu
 from inside import finish_updates, units_of
 from onefold import Tier
 from onefold.plan.table import legal_plans
@@ -35,12 +35,6 @@ PRECISIONS = {
     "fp16": onefold.Precision(params="fp16", loss_scale="dynamic"),
 }
 ROUNDING = {"fp32": 1e-3, "bf16": 2**-7, "bf16-fp32-master": 2**-7}
-
-
-def on_gpu(rank, num_ranks, plan, precision):
-    torch.cuda.set_device(rank)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return train(rank, num_ranks, plan, precision, torch.device("cuda", rank))
 
 
 def compare(results, expected, rounding):

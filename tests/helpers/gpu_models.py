@@ -77,3 +77,10 @@ def late(lane):
         return run(begin, **words)
 
     lane.run = slowly
+
+
+def on_gpu(rank, num_ranks, plan, precision):
+    """`train` on this rank\'s GPU."""
+    torch.cuda.set_device(rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return train(rank, num_ranks, plan, precision, torch.device("cuda", rank))
