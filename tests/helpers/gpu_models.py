@@ -80,7 +80,7 @@ def late(lane):
 
 
 def on_gpu(rank, num_ranks, plan, precision):
-    """`train` on this rank\'s GPU."""
+    """`train` on this rank's GPU."""
     torch.cuda.set_device(rank)
     torch.backends.cuda.matmul.allow_tf32 = False
     return train(rank, num_ranks, plan, precision, torch.device("cuda", rank))
