@@ -17,7 +17,7 @@ from torch import nn
 
 import onefold
 from checks import Tensors, grads, pending, same, tensors, weights
-from models import build, sharded
+from models import build, plant, sharded
 from plans import PLANS
 
 needs_deepspeed = pytest.mark.skipif(
@@ -44,7 +44,7 @@ class Turn:
     def __init__(self, rank: int, step: int, *, sharded: bool) -> None:
         self.rank, self.step, self.sharded = rank, step, sharded
         self._generator = torch.Generator().manual_seed(1000 * step + rank + 1)
-        torch.manual_seed(1000 * step + rank + 1)
+        plant(1000 * step + rank + 1)
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator)
