@@ -14,12 +14,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help env lint test test-gpu demo clean
+.PHONY: help env lint test test-oldest test-gpu demo clean
 
 help:  ## This list
 	@echo "Onefold: every byte of training state is held once."
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo
 	@echo "First time: make demo. Before a commit: make lint test. One test: make test ARGS='-k layout -x'."
 	@echo "Another Python: make env PYTHON=python3.12. More cores: make test JOBS=8."
@@ -49,6 +49,18 @@ lint: $(STAMP)  ## Style, types and sizes
 
 test: $(STAMP)  ## All tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=10 $(ARGS)
+
+# What a release of torch can change: the graph, autograd's hooks, the compiler, saved tensors, and the bits of training.
+OLDEST := 2.11
+OLDEST_TESTS := $(patsubst %,tests/test_%.py,parity order accumulate backwards graphs recompute weight_access \
+    parameters precision compile checkpoint meta offload)
+
+test-oldest:  ## What training computes, with a PYTHON that has the oldest torch (2.11); installs nothing
+	@$(PYTHON) -c 'import hypothesis, pytest, xdist, torch; assert torch.__version__.startswith("$(OLDEST).")' 2>/dev/null || { \
+	    echo "test-oldest runs with a Python that has torch $(OLDEST), pytest, pytest-xdist, hypothesis and" \
+	         "safetensors: make test-oldest PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import torch; print("torch", torch.__version__)'
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(PYTHON) -m pytest -n $(JOBS) --durations=10 $(ARGS) $(OLDEST_TESTS)
 
 test-gpu:  ## Tests on CUDA devices, with the torch of PYTHON; installs nothing
 	@$(PYTHON) -c 'import pytest, torch; assert torch.cuda.is_available()' 2>/dev/null || { \

@@ -5,12 +5,16 @@ With or without it, and however micro-batches are cut, the gradient is the mean 
 
 import pytest
 import torch
+from torch import nn
 
 import onefold
+from checks import grads, same, weights
+from models import Stack, build
 from onefold import Precision
 from onefold.engine.released import ReducedGradient
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, build, every_plan, grads, one_and_two_ranks, weights
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Turn
 
 MICRO = 3
 
@@ -97,16 +101,12 @@ def gradients(rank, num_ranks, plan, way):
     return len(want) - len(equal), len(want) - len(close)
 
 
-@one_and_two_ranks
-@every_plan
-@pytest.mark.parametrize("way", SUMMED, ids=lambda way: way.__name__)
+@pairwise(way=SUMMED, plan=PLANS, num_ranks=(1, 2))
 def test_the_sum_is_reduced_once_to_the_bit(ranks, way, plan, num_ranks):
     assert ranks(num_ranks).run(gradients, plan, way) == [(0, 0)] * num_ranks
 
 
-@one_and_two_ranks
-@every_plan
-@pytest.mark.parametrize("way", OTHERS, ids=lambda way: way.__name__)
+@pairwise(way=OTHERS, plan=PLANS, num_ranks=(1, 2))
 def test_other_ways_give_the_same_mean(ranks, way, plan, num_ranks):
     assert [wrong for _, wrong in ranks(num_ranks).run(gradients, plan, way)] == [0] * num_ranks
 
@@ -220,3 +220,62 @@ def test_accumulate_needs_a_sharded_model():
         onefold.accumulate(Stack()),
     ):
         pass
+
+
+# --- micro-batches and the batch
+
+
+def micro_steps(rank, num_ranks, plan, counts):
+    """The norm after each step of micro-gradients 1, 2, .. `count`, the same on all ranks, each divided by `count`."""
+    model = onefold.shard(nn.Sequential(nn.Linear(4, 1, bias=False)), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.0)
+    norms = []
+    for count in counts:
+        for k in range(count):
+            loss = model(torch.full((1, 4), k + 1.0)).sum() / count
+            if k < count - 1:
+                with onefold.accumulate(model):
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+@pairwise(counts=((4, 4, 4), (1, 4, 2), (3, 1, 1)), plan=PLANS, num_ranks=(1, 2, 3))
+def test_every_step_counts_its_micro_batches_alike(ranks, counts, plan, num_ranks):
+    means = [(count + 1) / 2 * 4**0.5 for count in counts]  # mean of 1..count in each of 4 weights
+    for norms in ranks(num_ranks).run(micro_steps, plan, counts):
+        assert norms == pytest.approx(means, rel=1e-6)
+
+
+def split_batch(rank, num_ranks, plan, count):
+    """Gradients, norm and losses of one batch of 4 rows a rank, cut into `count` micro-batches."""
+    batch = torch.randn(num_ranks, 4, 4, generator=torch.Generator().manual_seed(7))
+    model = onefold.shard(build(Stack), NAMED_PLANS[plan])
+    optimizer = onefold.SGD(model, lr=0.1)
+    losses = []
+    for index, part in enumerate(batch[rank].chunk(count)):
+        loss = model(part).pow(2).mean()
+        before = loss.item()
+        if index < count - 1:
+            with onefold.accumulate(model):
+                (loss / count).backward()
+        else:
+            (loss / count).backward()
+        losses += [before, loss.item()]  # backward leaves the loss as it was
+    reference = build(Stack)
+    reference(batch.flatten(0, 1)).pow(2).mean().backward()
+    same(grads(model), {name: parameter.grad for name, parameter in reference.named_parameters()})
+    optimizer.step()
+    whole = [parameter.grad for parameter in reference.parameters()]
+    return optimizer.grad_norm, torch.nn.utils.get_total_norm(whole).item(), losses
+
+
+@pairwise(count=(1, 2, 4), plan=PLANS, num_ranks=(1, 2))
+def test_micro_batches_equal_the_batch(ranks, count, plan, num_ranks):
+    for norm, wanted, losses in ranks(num_ranks).run(split_batch, plan, count):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        assert losses[::2] == losses[1::2]

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 import onefold
+from models import Block, Stack, build
 from onefold import Precision
 from onefold.comm.agreement import united
 from onefold.comm.control import Control
 from onefold.comm.mesh import connect
 from onefold.engine.grad_report import GradientReport, Told, mask_of, places_in
 from onefold.errors import OnefoldError, OrderMismatchError, WeightsError
-from onefold.plan.table import NAMED_PLANS
-from ranks import Block, Stack, build, every_plan
+from plans import NAMED_PLANS, every_plan
 
 PATIENCE_S = 240.0
 

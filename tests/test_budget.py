@@ -10,23 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onefold import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Budget, Placement, Plan, Tier
 from onefold.errors import PlanError
-from onefold.plan.budget import Budget, FlatSpec, max_numel, split_bytes
+from onefold.plan.budget import FlatSpec, max_numel, split_bytes
 from onefold.plan.layout import Layout
-from onefold.plan.table import (
-    INFINITY,
-    NAMED_PLANS,
-    OFFLOAD,
-    OFFLOAD_3,
-    ZERO_0,
-    ZERO_1,
-    ZERO_2,
-    ZERO_3,
-    Placement,
-    Plan,
-    Tier,
-    legal_plans,
-)
+from onefold.plan.table import legal_plans
+from plans import NAMED_PLANS
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 GB = 10**9
@@ -390,5 +379,5 @@ def test_a_budget_is_a_value():
     assert partial.tier_bytes == {DEVICE: 5, HOST: 7, DISK: 0}
     assert budget == Budget.for_numel(OFFLOAD, 1000, 2) != partial
     assert pickle.loads(pickle.dumps(budget)) == budget  # ranks send each other theirs
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="gather_numel"):
         budget.gather_numel = 0

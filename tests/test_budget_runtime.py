@@ -4,7 +4,6 @@ Bytes for every plan, number of ranks, precision and kind of model; the wire, co
 every unit needs its weights in backward.
 """
 
-import sys
 from functools import partial
 
 import pytest
@@ -12,10 +11,12 @@ import torch
 from torch import nn
 
 import onefold
+from inside import counted
+from models import WIDTH, Block, Stack, build
 from onefold import Precision, Tier
-from onefold.comm.wrappers import CountingComm
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Stack, Turn, build, every_plan
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Turn
 
 # --- models
 
@@ -96,9 +97,7 @@ def held_and_predicted(rank, num_ranks, plan, precision):
     return found
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@every_plan
+@pairwise(plan=PLANS, num_ranks=(1, 2, 3, 4), precision=list(PRECISIONS))
 def test_a_rank_holds_what_was_predicted(ranks, plan, num_ranks, precision):
     results = ranks(num_ranks).run(held_and_predicted, plan, precision)
     for found in results:
@@ -143,22 +142,6 @@ def test_a_rank_holds_what_the_paper_says(ranks, plan, num_ranks):
 # --- the wire
 
 
-def counted(model, plan, **options):
-    """A sharded model, and the `CountingComm` on its wire."""
-    module, made = sys.modules["onefold.setup.shard"], []
-    connect = module.connect
-
-    def connect_counted(*args):
-        made.append(CountingComm(connect(*args)))
-        return made[-1]
-
-    module.connect = connect_counted
-    try:
-        return onefold.shard(model, NAMED_PLANS[plan], **options), made[0]
-    finally:
-        module.connect = connect
-
-
 def per_step(model, optimizer, comm, rank, first, last):
     """(gathered, reduced) elements of each of some steps."""
     found = []
@@ -172,7 +155,7 @@ def per_step(model, optimizer, comm, rank, first, last):
 
 
 def steady(rank, num_ranks, plan, make, options):
-    model, comm = counted(build(make), plan, **options)
+    model, comm = counted(build(make), NAMED_PLANS[plan], **options)
     optimizer = onefold.AdamW(model)
     counts = per_step(model, optimizer, comm, rank, 0, 5)[2:]
     budget = onefold.predicted(model, optimizer)
@@ -194,9 +177,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("spread", list(SPREAD))
-@every_plan
+@pairwise(plan=PLANS, spread=list(SPREAD), num_ranks=(2, 3))
 def test_a_step_moves_what_was_predicted(ranks, plan, spread, num_ranks):
     for counts, predicted, psi in ranks(num_ranks).run(steady, plan, *SPREAD[spread]):
         assert predicted == tuple(times * psi for times in MULTIPLES[plan])
@@ -217,7 +198,7 @@ def test_frozen_parameters_are_neither_reduced_nor_refreshed(ranks, plan):
 
 
 def with_an_embedding(rank, num_ranks):
-    model, comm = counted(build(Tokens), "zero_3", units=("embed", "blocks.*"))
+    model, comm = counted(build(Tokens), onefold.ZERO_3, units=("embed", "blocks.*"))
     optimizer = onefold.AdamW(model)
     counts = per_step(model, optimizer, comm, rank, 0, 4)[2:]
     return counts, onefold.predicted(model, optimizer).gather_numel, padded(model.embed, num_ranks)
@@ -240,7 +221,7 @@ def test_an_embedding_is_not_gathered_for_backward(ranks):
 
 def accumulated(rank, num_ranks, plan, count, is_accumulated):
     """Reduced elements of a step of several micro-batches, in times those of a step of one."""
-    model, comm = counted(build(Stack), plan)
+    model, comm = counted(build(Stack), NAMED_PLANS[plan])
     optimizer = onefold.AdamW(model)
     single = per_step(model, optimizer, comm, rank, 0, 3)[2][1]
     before = comm.reduce_numel

@@ -3,7 +3,7 @@ not stopped."""
 
 import pytest
 
-from checkpoint_models import PLANS, Run, distance, equal
+from checkpoint_models import PLANS, Run, distance, same_state
 
 KERNELS = {plan: "native" if plan == "offload" else "torch" for plan in PLANS}
 """What updates run in: results of the two differ in rounding."""
@@ -31,7 +31,7 @@ def load_all(rank, num_ranks, directory, precision, states, save_ranks):
             case = f"{saved_under} as {plan}"
             run.load(directory / saved_under)
             loaded = run.state()
-            if not equal(loaded, saved):
+            if not same_state(loaded, saved):
                 wrong.append(f"{case}: loaded state differs by {distance(loaded, saved)}, {loaded[1]}, {saved[1]}")
             run.train(3)
             after = run.state()

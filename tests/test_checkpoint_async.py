@@ -16,13 +16,14 @@ from torch import nn
 
 import checkpoint_ends
 import onefold
-from checkpoint_faults import Fault, Small, SmallRun, after, hold_copies, same
+from checkpoint_faults import Fault, Gated, Late, Small, SmallRun, after, hold_copies, opening
+from checks import equal
+from inside import insides
 from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED
-from onefold.engine.session import session_of
 from onefold.errors import CheckpointError
-from onefold.plan.table import NAMED_PLANS
+from plans import NAMED_PLANS
 
 FP16 = onefold.Precision(params="fp16", loss_scale=onefold.DynamicLossScale(initial=2.0**8, window=2))
 BF16 = onefold.Precision(params="bf16")
@@ -39,25 +40,6 @@ WAYS = {
     "offload_3 in fp16": ("offload_3", FP16, {}),
 }
 ON_HOST = {"offload", "offload_3"}
-
-
-class Gated(Files):
-    """Writes only once `gate` is open. Puts down, in order, what is created and renamed."""
-
-    def __init__(self, log):
-        self.gate, self._log = threading.Event(), log
-
-    def create(self, path):
-        self._log.append(("create", path.name))
-        return super().create(path)
-
-    def write(self, file, data, offset):
-        self.gate.wait()
-        return super().write(file, data, offset)
-
-    def rename(self, source, target):
-        super().rename(source, target)
-        self._log.append(("rename", target.name))
 
 
 class Lively(Small):
@@ -88,15 +70,6 @@ class WayRun(SmallRun):
         self.step += 1
 
 
-def opening(waits, *gates):
-    """The same waits, each of which opens the gates first; whoever does not call them finds them closed."""
-
-    def opened(wait):
-        return lambda: ([gate.set() for gate in gates], wait())
-
-    return [opened(wait) for wait in waits]
-
-
 def write_whole(model):
     """What a script may do to weights that rest whole, at any time."""
     with torch.no_grad():
@@ -110,7 +83,7 @@ def save_beside(rank, num_ranks, directory, way):
     for _ in range(3):
         run.backward()
         run.update()
-    lane, session = hold_copies(run.model), session_of(run.model, "a test")
+    lane, session = hold_copies(run.model), insides(run.model)
     for name, options in (("at once", {}), ("beside", {"asynchronous": True, "files": files})):
         saving = onefold.save(directory / name, run.model, run.optimizer, extra=note, **options)
     session.readers[:] = opening(session.readers, lane.gate, *[files.gate] * is_on_host)
@@ -159,13 +132,13 @@ def save_twice(rank, num_ranks, directory):
     second.gate.set()
     run.save(directory / "first", files=first, asynchronous=True)
     run.train()
-    session = session_of(run.model, "a test")
+    session = insides(run.model)
     session.saves[:] = opening(session.saves, first.gate)
     run.save(directory / "second", files=second, asynchronous=True).wait()
     other, found = SmallRun(seed=5), []
     for name in ("first", "second"):
         step = other.load(directory / name)
-        found.append((step, same(other.state(), after(step))))
+        found.append((step, equal(other.state(), after(step))))
     return log, found
 
 
@@ -180,17 +153,6 @@ def test_a_save_waits_for_the_one_before(ranks, tmp_path, num_ranks):
         assert found == [(2, True), (3, True)]
 
 
-class Late(Files):
-    """Begins to read what it writes only once `gate` is open."""
-
-    def __init__(self):
-        self.gate = threading.Event()
-
-    def create(self, path):
-        self.gate.wait()
-        return super().create(path)
-
-
 def save_averages(rank, num_ranks, directory, plan):
     """Saves averages, and goes on; returns whether the averages are what was saved."""
     run, files, other = SmallRun(plan), Late(), SmallRun(seed=5)
@@ -200,13 +162,13 @@ def save_averages(rank, num_ranks, directory, plan):
     with ema.applied():
         want = run.state()
         saving = onefold.save(directory / "it", run.model, asynchronous=True, files=files)
-        session = session_of(run.model, "a test")
+        session = insides(run.model)
         session.readers[1:] = opening(session.readers[1:], lane.gate, files.gate)
     lane.gate.set()
     files.gate.set()
     saving.wait()
     onefold.load(directory / "it", other.model)
-    return same(other.state(), want) and not same(run.state(), want)
+    return equal(other.state(), want) and not equal(run.state(), want)
 
 
 @pytest.mark.parametrize("plan", ["zero_3", "offload"])
@@ -242,7 +204,7 @@ def save_two(rank, num_ranks, directory):
     for saving in savings:
         saving.wait()
     other = SmallRun(seed=5)
-    return [other.load(directory / str(n)) and same(other.state(), after(2 + n)) for n in range(2)]
+    return [other.load(directory / str(n)) and equal(other.state(), after(2 + n)) for n in range(2)]
 
 
 def test_two_models_are_saved_at_once(ranks, tmp_path):
@@ -275,9 +237,9 @@ def load_while_saving(rank, num_ranks, directory):
     run.train(2)
     run.save(directory / "step", files=files, asynchronous=True)
     run.train()
-    session = session_of(run.model, "a test")
+    session = insides(run.model)
     session.saves[:] = opening(session.saves, files.gate)
-    return run.load(directory / "latest"), same(run.state(), after(2))
+    return run.load(directory / "latest"), equal(run.state(), after(2))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -315,7 +277,7 @@ def test_a_failure_is_told_once_by_wait_or_by_the_next_save(ranks, tmp_path, fai
 PROGRAM = """
 import sys, threading
 sys.path[:0] = {path!r}
-from checkpoint_faults import SmallRun, hold_copies
+from checkpoint_faults import Gated, Late, opening, SmallRun, hold_copies
 from onefold.checkpoint.codec import unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED
@@ -338,12 +300,12 @@ print("waited for an import" if is_slow and {plan!r} == "zero_3" else "the end")
 def load_it(rank, num_ranks, directory, plan):
     run = SmallRun(plan, seed=5)
     step = run.load(directory / "latest")
-    return step, same(run.state(), after(step, plan))
+    return step, equal(run.state(), after(step, plan))
 
 
 @pytest.mark.parametrize("plan", ["zero_3", "offload"])
 def test_the_end_of_the_program_waits_for_a_save(ranks, tmp_path, plan):
-    path = [str(Path(__file__).parent), str(Path(onefold.__file__).parent.parent)]
+    path = [str(Path(checkpoint_ends.__file__).parent), str(Path(onefold.__file__).parent.parent)]
     program = PROGRAM.format(path=path, plan=plan, target=str(tmp_path / "step-2"))
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=600, check=False

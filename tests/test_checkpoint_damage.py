@@ -13,68 +13,15 @@ from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import onefold
-from checkpoint_faults import SmallRun, after, same
+from checkpoint_faults import WAYS, SmallRun, after, harm, save_both
+from checks import equal
 from onefold.checkpoint.codec import packed, unpacked
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import MANIFEST, SHARED, Manifest, manifest_text, read_manifest
 from onefold.errors import CheckpointError, OnefoldError
-
-
-def flip(place):
-    def damage(data):
-        at = int(place * (len(data) - 1))
-        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-    return damage
-
-
-def instead(make):
-    def replace_file(path):
-        path.unlink()
-        make(path)
-
-    return replace_file
-
-
-INSTEAD = {
-    "missing": Path.unlink,
-    "a directory": instead(Path.mkdir),
-    "a pipe": instead(os.mkfifo),
-    "a link to itself": instead(lambda path: path.symlink_to(path.name)),
-}
-WAYS = {
-    **INSTEAD,
-    "first bit": flip(0.0),
-    "middle bit": flip(0.5),
-    "last bit": flip(1.0),
-    "truncated": lambda data: data[:-1],
-    "emptied": lambda data: b"",
-    "grown": lambda data: data + b"\0",
-    "of the one before": "step-2",
-}
-
-
-def save_both(rank, num_ranks, directory):
-    """Saves steps 2 and 3."""
-    run = SmallRun()
-    for step in (2, 3):
-        run.train(step - run.step)
-        torch.rand(1)
-        run.save(directory / f"step-{step}")
-
-
-def harm(directory, name, way):
-    path = directory / "step-3" / name
-    if way in INSTEAD:
-        INSTEAD[way](path)
-    elif way == "of the one before":
-        shutil.copy(directory / "step-2" / name, path)
-    else:
-        path.write_bytes(WAYS[way](path.read_bytes()))
 
 
 def load_each(rank, num_ranks, directory, cases):
@@ -88,7 +35,7 @@ def load_each(rank, num_ranks, directory, cases):
         records, place = [], directory / case
         try:
             run.load(place / "step-3")
-            if not (harmless and same(run.state(), want[3])):
+            if not (harmless and equal(run.state(), want[3])):
                 wrong.append(f"{case}: loaded")
         except CheckpointError as error:
             if harmless or str(place / "step-3" / name) not in str(error) or "is no value" in str(error):
@@ -96,7 +43,7 @@ def load_each(rank, num_ranks, directory, cases):
         except Exception as error:
             wrong.append(f"{case}: {error!r}")
         step = run.load(place / "latest")
-        if step != (3 if harmless else 2) or not same(run.state(), want[step]):
+        if step != (3 if harmless else 2) or not equal(run.state(), want[step]):
             wrong.append(f"{case}: latest is {step}")
         is_told = any("step-3 (" in record and name in record for record in records)
         if rank == 0 and not (harmless or is_told or case == f"{MANIFEST} of the one before"):
@@ -206,7 +153,7 @@ class Overtaken(Files):
 def load_overtaken(rank, num_ranks, directory, file, name, meant):
     run = SmallRun(seed=5)
     found = run.load(directory / meant, files=Overtaken(directory, file, name))
-    return found, same(run.state(), after(found)), (directory / ".new").exists()
+    return found, equal(run.state(), after(found)), (directory / ".new").exists()
 
 
 @pytest.mark.parametrize("file", [SHARED, "rank-00000.json.gz", "rank-00000.sums", "rank-00000.data"])
@@ -244,7 +191,7 @@ def load_unreadable(rank, num_ranks):
         with unprivileged():
             found.append(run.load(directory / "all" / "latest"))
             onefold.export(directory / "all" / "latest", directory / "out" / "latest")
-        found.append(same(load_file(directory / "out" / "latest" / "model.safetensors"), dict(after(2))))
+        found.append(equal(load_file(directory / "out" / "latest" / "model.safetensors"), dict(after(2))))
         (directory / "all").chmod(0)
         with unprivileged():
             for attempt in (
@@ -285,7 +232,7 @@ def load_forged(rank, num_ranks, directory, whole):
     def attempt(case, place, file, must_fail=False):
         try:
             onefold.load(place, run.model, run.optimizer)
-            if must_fail or not same(run.state(), want):
+            if must_fail or not equal(run.state(), want):
                 wrong.append(f"{case}: loaded")
         except CheckpointError as error:
             refused.add(case)

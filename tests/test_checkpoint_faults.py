@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from checkpoint_faults import Fault, SmallRun, after, same
+from checkpoint_faults import Fault, SmallRun, after
+from checks import equal
 from onefold.checkpoint.files import Files
 from onefold.comm.side_channel import Line
 from onefold.errors import CheckpointError
@@ -54,7 +55,7 @@ def save_with(rank, num_ranks, directory, kind, name, failing, asynchronous):
     left = hidden(directory) if rank == 0 else []  # rank 0 cleans up, perhaps a moment after the others know
     other = SmallRun(seed=5)
     found = other.load(directory / "latest")
-    is_right = same(other.state(), after(found))
+    is_right = equal(other.state(), after(found))
     run.save(directory / "step-3")
     return message, left, found, is_right, hidden(directory), other.load(directory / "latest")
 
@@ -84,7 +85,7 @@ def save_in_bits(rank, num_ranks, directory):
     run.save(directory / "step-2", files=Fault("short write"))
     other = SmallRun(seed=5)
     other.load(directory / "step-2", files=Fault("short read"))
-    return same(other.state(), run.state())
+    return equal(other.state(), run.state())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -105,7 +106,7 @@ def replace_with(rank, num_ranks, directory, kind, at):
     message = told(lambda: run.save(directory / "last", files=files) and "saved")
     other = SmallRun(seed=5)
     found = [other.load(directory / "last"), other.load(directory / "latest")]
-    is_right = same(other.state(), after(found[0]))
+    is_right = equal(other.state(), after(found[0]))
     run.save(directory / "other")
     return message, found, is_right, hidden(directory)
 
@@ -145,7 +146,7 @@ def save_over_each_other(rank, num_ranks, directory, is_new):
     runs[1].train(3)
     runs[0].save(directory / "last", files=Meanwhile(lambda: runs[1].save(directory / "last")))
     other = SmallRun(seed=7)
-    return other.load(directory / "last"), same(other.state(), runs[1].state()), sorted(os.listdir(directory))
+    return other.load(directory / "last"), equal(other.state(), runs[1].state()), sorted(os.listdir(directory))
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "replaced"])
@@ -171,7 +172,7 @@ def end_between(rank, num_ranks, directory, kind, at, next_name):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     other = SmallRun(seed=5)
     found = [other.load(directory / "last"), other.load(directory / "latest")]
-    is_right = same(other.state(), after(found[0]))
+    is_right = equal(other.state(), after(found[0]))
     run.save(directory / next_name)
     return code, found, is_right, hidden(directory), sorted(os.listdir(directory))
 
@@ -202,7 +203,7 @@ def end_in_a_write(rank, num_ranks, directory):
 def load_latest(rank, num_ranks, directory):
     run = SmallRun(seed=5)
     run.load(directory / "latest")
-    same_state = same(run.state(), after(run.step))
+    same_state = equal(run.state(), after(run.step))
     run.train()
     run.save(directory / "step-3")
     return run.step, same_state, hidden(directory)
@@ -247,7 +248,7 @@ def read_with(rank, num_ranks, directory, failing, name):
     other = SmallRun(seed=5)
     message = told(lambda: other.load(directory / "step-3", files=files))
     found = other.load(directory / "latest", files=files)
-    return message, found, same(other.state(), after(found))
+    return message, found, equal(other.state(), after(found))
 
 
 @pytest.mark.parametrize(("failing", "num_ranks"), [(0, 1), (1, 2)])

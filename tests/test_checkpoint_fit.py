@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import onefold
-from checkpoint_faults import Small, same
+from checkpoint_faults import Small
+from checks import equal, weights
 from onefold.errors import CheckpointError, OnefoldError
-from onefold.plan.table import NAMED_PLANS
-from ranks import weights
+from plans import NAMED_PLANS
 
 
 class Renamed(Small):
@@ -116,7 +116,7 @@ def refusal(rank, num_ranks, directory, saved, loaded, is_used):
     try:
         onefold.load(directory / "it", model, optimizer)
     except CheckpointError as error:
-        assert same(weights(model), before), "the model was changed"
+        assert equal(weights(model), before), "the model was changed"
         step(model, optimizer)
         return str(error)
     step(model, optimizer)
@@ -216,7 +216,7 @@ def rest(rank, num_ranks, directory, is_saved):
             said.append(options["loader"].place)
         except CheckpointError as error:
             said.append(str(error))
-            assert same(weights(model), before)
+            assert equal(weights(model), before)
     return said
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_faults import SmallRun, after, same
+from checkpoint_faults import Late, SmallRun, after
+from checks import equal
 from onefold.checkpoint.storage import Reader
-from test_checkpoint_async import Late
 
 SEED = 20
 
@@ -106,7 +106,7 @@ def kill_again_and_again(rank, num_ranks, directory, kills, asynchronous):
             states[reference.step] = reference.state()
         if found < told:
             wrong.append(f"kill {number}: found step {found}, and {told} was there")
-        if not same(other.state(), states[found]):
+        if not equal(other.state(), states[found]):
             wrong.append(f"kill {number}: step {found} is not what was saved")
     other.save(place / "end")
     for path in place.iterdir():
@@ -163,7 +163,7 @@ def interrupt(rank, num_ranks, directory, which):
     was_done = saving.is_done
     files.gate.set()
     saving.wait()
-    return was_done, run.load(directory / "it"), same(run.state(), after(2, "offload"))
+    return was_done, run.load(directory / "it"), equal(run.state(), after(2, "offload"))
 
 
 @pytest.mark.parametrize("which", ["wait", "step", "load"])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan.table import NAMED_PLANS
-from ranks import weights
+from checks import weights
+from plans import NAMED_PLANS
 
 
 class Odd(nn.Module):

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler
 
 import onefold
+from checks import weights
 from onefold.errors import CheckpointError
-from onefold.plan.table import NAMED_PLANS
-from ranks import weights
+from plans import NAMED_PLANS
 
 pytest.importorskip("torchdata", reason="torchdata is not installed: pip install torchdata")
 

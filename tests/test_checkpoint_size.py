@@ -9,11 +9,11 @@ import pytest
 from torch import nn
 
 import onefold
+from inside import insides
 from onefold.checkpoint.entries import kept_entries
 from onefold.checkpoint.files import LEAST_BLOCK, MOST_BLOCK, Files, block_bytes
 from onefold.checkpoint.manifest import read_manifest
-from onefold.engine.session import session_of
-from onefold.plan.table import NAMED_PLANS
+from plans import NAMED_PLANS
 
 WIDTH, DEPTH = 724, 8
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)  # 4.2 million
@@ -75,7 +75,7 @@ def load_one(rank, num_ranks, path, plan, make=even):
     model, optimizer = made(plan, make=make)
     files = Counting()
     onefold.load(path, model, optimizer, files=files)
-    entries = list(kept_entries(session_of(model, "a test"), optimizer, None))
+    entries = list(kept_entries(insides(model), optimizer, None))
     return files.read, files.read_of_all, sum(entry.nbytes for entry in entries), len(entries)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.optim.kernels.host import TorchKernel
+from inside import TorchKernel
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "lm"
 STEPS, DELAY_AFTER = 1000, 40

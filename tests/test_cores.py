@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine.session import session_of
-from onefold.optim.kernels.host import TorchKernel
+from inside import TorchKernel, insides, kernel_on_the_host
+from models import Stack, build
 from onefold.system.cores import share_of
-from ranks import Stack, build
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 16, 31])
@@ -63,15 +62,11 @@ def watched(rank, num_ranks):
     before = os.sched_getaffinity(0)
     model = onefold.shard(build(Stack), onefold.OFFLOAD)
     kernel = Watching()
-    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
-    usual, module.host_kernel = module.host_kernel, lambda num_threads: kernel
-    try:
+    with kernel_on_the_host(lambda num_threads: kernel):
         optimizer = onefold.SGD(model, lr=0.1)
-    finally:
-        module.host_kernel = usual
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
-    session = session_of(model, "the test")
+    session = insides(model)
     session.runtime.finish_updates()
     assert kernel.seen
     assert all(thread is not threading.main_thread() for thread, _ in kernel.seen)

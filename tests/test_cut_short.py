@@ -16,12 +16,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.errors import OnefoldError
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, build, same, tensors
-from test_gated import (
+from checks import same, tensors
+from host_updates import (
     STRESSED,
-    Broken,
     Held,
     every_plan,
     prepared,
@@ -30,6 +27,10 @@ from test_gated import (
     through_gathered,
     updated,
 )
+from inside import BrokenKernel
+from models import Stack, build
+from onefold.errors import OnefoldError
+from plans import NAMED_PLANS
 
 
 class Interrupting(Held):
@@ -156,7 +157,7 @@ def test_ctrl_c_is_not_lost_where_autograd_drops_saved_weights(ranks, plan):
 
 def failed(rank, num_ranks, plan):
     """How often what went wrong in one step is raised."""
-    model, optimizer = prepared(plan, Broken())
+    model, optimizer = prepared(plan, BrokenKernel())
     optimizer.step()
     raised = 0
     for use in (lambda: model(torch.ones(3, 4)), lambda: in_gathered(model, None), lambda: in_gathered(model, None)):

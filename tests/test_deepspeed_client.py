@@ -18,8 +18,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import onefold
 import onefold.deepspeed as deepspeed
+from checks import same
 from deepspeed_loops import WARM, Net, Run, parameters, settings, two_groups
-from deepspeed_steps import ADAM, ONE, SCRIPT, engine_of, same, steps, weights
+from deepspeed_steps import ADAM, ONE, SCRIPT, engine_of, steps, weights
 from onefold.deepspeed.loader import RepeatingLoader
 from onefold.deepspeed.spec import UncorrectedAdam
 from onefold.errors import ConfigError, OptimizerError, ShardError

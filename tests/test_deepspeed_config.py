@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cases import FILES, KNOWN, WHOLE_NUMBERS, get, leaves, meaning, mutations, of_kind, put, trainer
+from onefold import Placement, Plan, Tier
 from onefold.deepspeed import examine, report, translate
 from onefold.deepspeed.report import manual
 from onefold.deepspeed.source import read
 from onefold.errors import ConfigError
-from onefold.plan.table import NAMED_PLANS, Placement, Plan, Tier
+from plans import NAMED_PLANS
 
 WHOLE, PART, HOST = Placement(False), Placement(True), Placement(True, Tier.HOST)
 PLANS = {**NAMED_PLANS, "part device, part host, part host": Plan(PART, HOST, HOST)}
@@ -107,8 +108,9 @@ def test_a_mutated_file_keeps_its_meaning_or_is_refused_with_the_path(mutation):
         assert path.rpartition(".")[2] in KNOWN or _covered(path, troubled), path
     if outcome.translation is None:
         assert outcome.problems or outcome.open
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError) as caught:
             translate(config, known)
+        assert all(problem.path in str(caught.value) for problem in outcome.problems)
         return
     assert comparable(outcome.translation) == meaning(config, known)
     _check_sizes(config, outcome.translation)

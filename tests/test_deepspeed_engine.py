@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import onefold.deepspeed as deepspeed
+from checks import same
 from deepspeed_loops import FP16, MICRO, STEPS, Net, Run, settings, start
-from deepspeed_steps import ADAM, ONE, engine_of, same, steps, weights
+from deepspeed_steps import ADAM, ONE, engine_of, steps, weights
 from onefold.errors import EngineError, OptimizerError
 
 # --- what it answers
@@ -140,7 +141,7 @@ def test_an_engine_may_be_put_where_it_is_and_is_neither_cast_nor_moved(stage):
     for cast in (run.engine.half, run.engine.bfloat16, lambda: run.engine.to("meta")):
         with pytest.raises(EngineError, match=r"an engine computes in torch\.float32 on cpu, and is neither"):
             cast()
-    same(weights(run.engine), want)
+    same(weights(run.engine), want, 0)
     steps(run, 0, 1)
 
 
@@ -182,7 +183,7 @@ def test_a_plain_backward_divides_once_whatever_else_the_model_returns(config):
             engine.step()
         return weights(engine)
 
-    same(trained(True), trained(False))
+    same(trained(True), trained(False), 0)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

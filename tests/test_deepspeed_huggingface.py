@@ -9,6 +9,7 @@ import torch
 
 import huggingface_runs
 from apart import finish, start
+from checks import equal
 from huggingface_lora import KINDS
 from ranks import needs_deepspeed
 
@@ -113,9 +114,9 @@ def test_a_model_made_of_a_configuration_has_the_values_that_it_has_with_deepspe
 def test_adapters_made_inside_of_init_have_the_values_of_those_made_outside_and_train_as_they_do(results, kind):
     found = results("onefold", "born")[kind]
     assert set(found["asleep"]) == {"Asleep"}
-    assert same(found["split"], found["whole"])
+    assert equal(found["split"], found["whole"])
     assert found["trained split"]["losses"] == found["trained whole"]["losses"]
-    assert same(found["trained split"]["values"], found["trained whole"]["values"])
+    assert equal(found["trained split"]["values"], found["trained whole"]["values"])
     changed = {
         name for name, value in found["split"].items() if not value.equal(found["trained split"]["values"][name])
     }
@@ -133,12 +134,8 @@ def test_an_adapter_with_the_same_weights_trains_as_it_does_with_deepspeed(resul
 def test_deepspeed_leaves_out_what_transformers_and_peft_write_into_weights_that_are_split(results):
     """Why losses may differ where a script makes its model inside of zero.Init: ours are those of the whole model."""
     theirs = results("deepspeed", "born")
-    assert same(theirs["split"], theirs["bare"])
-    assert not same(theirs["split"], results("onefold", "born")["lora"]["whole"])
-
-
-def same(found, wanted):
-    return found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
+    assert equal(theirs["split"], theirs["bare"])
+    assert not equal(theirs["split"], results("onefold", "born")["lora"]["whole"])
 
 
 @pytest.mark.parametrize("name", ["plugin", "file", "bf16"])

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import onefold
+from onefold import Placement, Plan, Tier
 from onefold.deepspeed import Given, report, translate
 from onefold.errors import ConfigError
-from onefold.plan.table import Placement, Plan, Tier
 
 WHOLE, PART, HOST = Placement(False), Placement(True), Placement(True, Tier.HOST)
 ONE = {"train_batch_size": 1}

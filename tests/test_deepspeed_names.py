@@ -128,7 +128,7 @@ def test_refused_names_say_why_and_what_is_nearest(place, name):
 
 
 def test_a_name_that_deepspeed_does_not_have_either_is_no_attribute():
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="inititalize"):
         _ = deepspeed.inititalize
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import onefold.deepspeed as deepspeed
-from deepspeed_models import LEVELS, SETTINGS, Net, loss_of, made, plain, same, values_of
+from checks import equal
+from deepspeed_models import LEVELS, SETTINGS, Net, loss_of, made, plain, values_of
 from onefold.deepspeed import zero
 from onefold.engine.released import metadata_only
 from onefold.errors import OnefoldError
 from onefold.setup import deferred_init
-from ranks import one_and_two_ranks
+from plans import one_and_two_ranks
 
 
 def make_and_compare(rank, num_ranks, most):
@@ -30,7 +31,7 @@ def make_and_compare(rank, num_ranks, most):
     assert held == 0
     assert [part.numel() for part in kept] == fair
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in kept)
-    return same(values_of(model), dict(plain().named_parameters())) and torch.equal(
+    return equal(values_of(model), dict(plain().named_parameters())) and torch.equal(
         model.blocks[1].ramp, plain().blocks[1].ramp
     )
 
@@ -77,7 +78,7 @@ def train(rank, num_ranks, level, prepare):
         found.append((losses, values_of(engine.module)))
     (losses, values), (wanted, weights) = found
     assert losses == wanted
-    assert same(values, weights)
+    assert equal(values, weights)
     return losses
 
 
@@ -123,7 +124,7 @@ def gather(rank, num_ranks, level, is_sharded):
     with zero.GatheredParameters([], modifier_rank=0):
         pass
     wanted = {**before, "blocks.0.up.weight": torch.ones(6, 6)}
-    return same(values_of(model), wanted)
+    return equal(values_of(model), wanted)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def drop(rank, num_ranks):
     with zero.GatheredParameters(list(model.parameters())):
         model.embed.weight.data.zero_()
         view = model.embed.weight.data
-    return view.eq(0).all().item() and same(values_of(model), dict(plain().named_parameters()))
+    return view.eq(0).all().item() and equal(values_of(model), dict(plain().named_parameters()))
 
 
 def test_without_a_modifying_rank_nothing_that_is_written_stays(ranks):
@@ -207,7 +208,7 @@ def convert(rank, num_ranks):
         assert type(nn.Linear(1, 1).weight) is nn.Parameter
     with zero.Init(dtype=torch.float64):
         assert nn.Sequential(nn.Linear(1, 1))[0].weight.dtype == torch.float64
-    return same(values_of(model), wanted)
+    return equal(values_of(model), wanted)
 
 
 def test_a_model_that_is_made_is_split_and_the_configuration_says_the_dtype(ranks):
@@ -246,7 +247,7 @@ def collect(rank, num_ranks, level, is_split):
     assert all(marked) if is_split or level == "zero3" else not any(marked)
     late = {name: maybe_zero_3(param) for name, param in engine.module.named_parameters()}
     wanted = dict(plain().named_parameters())
-    return same(early, wanted) and same(late, wanted)
+    return equal(early, wanted) and equal(late, wanted)
 
 
 @pytest.mark.parametrize(("level", "is_split"), [("zero3", True), ("zero3", False), ("zero2", False)])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import onefold.deepspeed as deepspeed
-from deepspeed_models import LEVELS, SETTINGS, Net, loss_of, made, same, values_of
+from checks import equal
+from deepspeed_models import LEVELS, SETTINGS, Net, loss_of, made, values_of
 from onefold.deepspeed import zero
 
 
@@ -60,7 +61,7 @@ def write(rank, num_ranks, place, way):
     engine = engine or deepspeed.initialize(model=model, config=config)[0]
     engine.backward(loss_of(engine, rank, 0))
     engine.step()
-    return said.texts, same(values, before)
+    return said.texts, equal(values, before)
 
 
 @pytest.mark.parametrize("way", WRITES)

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import onefold
+from checks import same, tensors, weights
+from models import Stack, build
 from onefold import Precision, Tier
 from onefold.errors import OptimizerError
-from ranks import Stack, Turn, build, same, tensors, weights
+from pairs import pairwise
+from ranks import Turn
 
 PLANS = {
     "offload": onefold.OFFLOAD,
@@ -64,9 +67,7 @@ def delayed(rank, num_ranks, plan, steps, delay_after):
     return weights(model)
 
 
-@every_plan
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("delay_after", [0, 3, 6, 40])
+@pairwise(plan=list(PLANS), num_ranks=(1, 2), delay_after=(0, 3, 6, 40))
 def test_gradients_are_those_of_the_weights_before(ranks, delay_after, num_ranks, plan):
     want = reference(num_ranks, 7, delay_after)
     for got in ranks(num_ranks).run(delayed, plan, 7, delay_after):

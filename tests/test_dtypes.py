@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from onefold import DynamicLossScale, Precision
 from onefold.errors import PrecisionError
-from onefold.plan.precision import DynamicLossScale, Precision, join, split
+from onefold.plan.precision import join, split
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIE = 0x8000

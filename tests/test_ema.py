@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import onefold
-from checkpoint_models import PLANS, Run, equal
-from onefold.engine.session import session_of
+from checkpoint_models import PLANS, Run, same_state
+from inside import insides
 from onefold.errors import OptimizerError
+from pairs import pairwise
 
 DECAY = 0.75
 
@@ -25,7 +26,7 @@ def average_by_hand(rank, num_ranks, plan, precision):
         shown = exact(run)
     plain.train(5)
     off = max(float((shown[name] - expected[name]).abs().max()) for name in expected)
-    return off, equal(run.state(), plain.state())
+    return off, same_state(run.state(), plain.state())
 
 
 def exact(run):
@@ -36,9 +37,7 @@ def exact(run):
     return {flat.names[0]: part.master.load().double() for flat, part in trained}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("plan", [*PLANS, "offload_3"])
+@pairwise(plan=(*PLANS, "offload_3"), precision=("fp32", "bf16", "fp16"), num_ranks=(1, 2))
 def test_an_average_is_what_arithmetic_makes_it(ranks, plan, precision, num_ranks):
     for off, is_same in ranks(num_ranks).run(average_by_hand, plan, precision):
         assert off < 1e-6
@@ -61,7 +60,7 @@ def applied_weights(rank, num_ranks, plan):
 @pytest.mark.parametrize("plan", ["zero_0", "zero_3", "offload"])
 def test_the_model_shows_the_average_and_then_its_weights_again(ranks, plan):
     for before, after, inside, later in ranks(2).run(applied_weights, plan):
-        assert equal(later, after)
+        assert same_state(later, after)
         name = "blocks.0.up.weight"
         assert torch.allclose(inside[0][name], (before[0][name] + after[0][name]) / 2, atol=1e-6)
         assert not torch.equal(inside[0][name], after[0][name])
@@ -111,7 +110,7 @@ def test_what_is_written_into_an_average_inside_stays_in_it(plan):
     with ema.applied(), torch.no_grad():
         for param in trained:
             param.zero_()
-    assert equal(run.state(), before)
+    assert same_state(run.state(), before)
     with ema.applied():
         assert not any(param.any() for param in trained)
 
@@ -126,7 +125,7 @@ def test_leaving_that_is_interrupted_leaves_the_average_in_place_and_changes_ref
 
     ema = onefold.EMA(run.model)
     with pytest.raises(KeyboardInterrupt), ema.applied():
-        session_of(run.model, "a test").readers.append(interrupt)
+        insides(run.model).readers.append(interrupt)
     for change in (run.optimizer.step, ema.update):
         with pytest.raises(OptimizerError, match="averages now"):
             change()

@@ -11,26 +11,18 @@ import torch
 from torch import nn
 
 import onefold
+from checks import refused, same, weights
+from models import WIDTH, Block, Stack, build
 from onefold import Placement, Plan, Precision, Tier
 from onefold.errors import (
-    OnefoldError,
     OptimizerError,
     PlanError,
     PrecisionError,
     ReducedGradientError,
     ShardError,
 )
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Stack, build, every_plan, one_and_two_ranks, same, weights
-
-
-def refused(call, kind=OnefoldError):
-    """The message that `call` is refused with; None when it is not."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return None
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
 
 
 def sharded(plan="zero_3"):
@@ -277,10 +269,7 @@ def torch_optimizer(rank, num_ranks, plan, is_before, foreach):
     return message
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("is_before", [True, False])
-@one_and_two_ranks
-@every_plan
+@pairwise(plan=PLANS, num_ranks=(1, 2), is_before=(True, False), foreach=(True, False))
 def test_an_optimizer_of_torch_is_refused_when_it_steps(ranks, plan, num_ranks, is_before, foreach):
     for message in ranks(num_ranks).run(torch_optimizer, plan, is_before, foreach):
         assert message is not None

@@ -13,19 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 import onefold
+from checks import refused, same, tensors, weights
+from models import WIDTH, Stack, build
 from onefold import Precision
 from onefold.errors import OptimizerError, ReducedGradientError, ReleasedParameterError, ShardError
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Stack, build, every_plan, one_and_two_ranks, same, tensors, weights
-
-
-def refused(call, kind):
-    """The message that `call` is refused with; None when it is not."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return None
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
 
 
 def trained(plan="zero_3"):
@@ -262,9 +255,7 @@ def load(rank, num_ranks, plan, dtype):
     same(loaded, {name: tensor.to(loaded[name].dtype) for name, tensor in tensors(source).items()}, 0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@one_and_two_ranks
-@every_plan
+@pairwise(dtype=("fp32", "bf16", "fp16"), plan=PLANS, num_ranks=(1, 2))
 def test_load_state_dict_writes_through(ranks, plan, num_ranks, dtype):
     ranks(num_ranks).run(load, plan, dtype)
 
@@ -320,9 +311,7 @@ def stepped(name, plan):
     return model, optimizer
 
 
-@pytest.mark.parametrize("plan", ["zero_2", "offload"])
-@pytest.mark.parametrize("other", OPTIMIZERS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pairwise(name=list(OPTIMIZERS), other=list(OPTIMIZERS), plan=("zero_2", "offload"))
 def test_state_of_another_optimizer_is_refused_before_anything_changes(name, other, plan):
     saved = stepped(other, plan)[1].state_dict()
     _, optimizer = stepped(name, plan)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.plan.table import NAMED_PLANS
+from plans import NAMED_PLANS
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "lm" / "train.py"

@@ -14,16 +14,27 @@ from safetensors.torch import load_file
 from torch import nn
 
 import onefold
+from checks import live_bytes
+from huggingface_models import (
+    bert,
+    gpt2,
+    llama,
+    loaded,
+    logits,
+    lora,
+    mixtral,
+    t5,
+    text,
+    tied_llama,
+)
+from models import Stack, build, on_meta, wide
 from onefold import Precision
 from onefold.errors import OnefoldError, PrecisionError, WeightsError
 from onefold.files import tensor_files
 from onefold.plan.layout import boxes
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, build, squared
-from test_meta_birth import live_bytes, on_meta, wide
-from test_zoo_huggingface import VOCABULARY, bert, gpt2, llama, lora, mixtral, t5, text
-
-tied_llama = partial(llama, tie_word_embeddings=True)
+from plans import NAMED_PLANS
+from ranks import Turn, squared
+from weight_files import Odd
 
 
 def tied_by_hand():
@@ -43,23 +54,6 @@ MODELS = {
     "mixtral": mixtral,
 }
 PLACES = {"zero_3": MODELS, "zero_1": ["gpt2", "t5"], "offload_3": ["llama, tied", "bert"], "zero_0": ["llama"]}
-TOKENS = torch.arange(12).view(2, 6) % VOCABULARY
-
-
-def logits(model):
-    model.eval()
-    more = {"decoder_input_ids": TOKENS} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        return model(input_ids=TOKENS, **more).logits.clone()
-
-
-def loaded(directory):
-    import transformers
-
-    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
-    model, report = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
-    assert not any(report.values()), report
-    return model
 
 
 def trained_and_exported(rank, num_ranks, make, plan, target, options):
@@ -114,21 +108,6 @@ def test_an_fp32_export_is_exact(ranks, tmp_path, plan, name):
 
 
 # --- what goes in
-
-
-class Odd(nn.Module):
-    """Frozen weights, persistent and other buffers, a tied parameter, no dims, no elements, sizes that do not align."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
-        self.last.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.whole = nn.Parameter(torch.arange(7), requires_grad=False)
-        self.scale, self.none = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(0, 3))
-        self.register_buffer("bytes", torch.arange(3, dtype=torch.uint8))
-        self.register_buffer("wide", torch.randn(1, 3).expand(2, 3))  # after an odd number of bytes
-        self.register_buffer("hidden", torch.randn(3), persistent=False)
 
 
 @pytest.mark.parametrize("plan", ["zero_1", "zero_3", "offload_3"])

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 import onefold
+from checkpoint_faults import WAYS, harm, save_both
+from huggingface_models import bert, gpt2, loaded, logits, lora, t5, text, tied_llama
+from models import build
 from onefold import Precision
 from onefold.checkpoint.manifest import OWN
 from onefold.errors import CheckpointError, OnefoldError
-from onefold.plan.table import NAMED_PLANS
-from ranks import Turn, build
-from test_checkpoint_damage import WAYS, harm, save_both
-from test_export import loaded, logits, tied_llama
-from test_zoo_huggingface import bert, gpt2, lora, t5, text
+from plans import NAMED_PLANS
+from ranks import Turn
 
 MODELS = {"gpt2": gpt2, "llama, tied": tied_llama, "bert": bert, "t5": t5}
 

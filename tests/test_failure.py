@@ -11,12 +11,16 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import onefold
+from checks import same, tensors, weights
+from models import Stack, backward, build, sharded
+from onefold import Precision
 from onefold.comm.mesh import connect
 from onefold.engine.released import ReducedGradient
 from onefold.errors import OrderMismatchError
-from onefold.plan.table import NAMED_PLANS
 from onefold.testing import RankError
-from ranks import Stack, Turn, build, every_plan, one_and_two_ranks, weights
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Turn
 
 PATIENCE_S = 240.0
 
@@ -161,9 +165,7 @@ def with_and_without(rank, num_ranks, plan, fail, is_accumulated, when):
     return [name for name, tensor in ends[0].items() if not torch.equal(tensor, ends[1][name])], left
 
 
-@one_and_two_ranks
-@by_failure
-@every_plan
+@pairwise(fail=FAILURES, plan=PLANS, num_ranks=(1, 2))
 def test_the_next_step_is_as_if_nothing_had_failed(ranks, plan, fail, num_ranks):
     results = ranks(num_ranks).run(with_and_without, plan, fail, False, 1, timeout_s=PATIENCE_S)
     assert results == [([], [])] * num_ranks
@@ -286,3 +288,41 @@ def patience(rank, num_ranks, seconds):
 def test_groups_are_as_patient_as_the_script_says(ranks, tmp_path, given):
     found = ranks(2).run(patience, (given, tmp_path / "meeting"))
     assert found == [timedelta(seconds=77) if given else default_pg_timeout] * 2
+
+
+# --- forwards that are interrupted
+
+
+SCALED = Precision(loss_scale=256.0)
+
+
+class Interrupting(Stack):
+    """Ctrl-C falls into its second forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.blocks[0](self.embed(x))
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+def interrupted(rank, num_ranks, plan, precision):
+    model, plain = sharded(plan, Interrupting, precision=precision), build(Interrupting)
+    optimizer, other = onefold.SGD(model, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for each, its in ((model, optimizer), (plain, other)):
+        for _ in range(4):
+            try:
+                backward(each)
+            except KeyboardInterrupt:
+                continue
+            its.step()
+            its.zero_grad()
+    same(weights(model), tensors(plain))
+
+
+@pairwise(precision={"plain": None, "scaled": SCALED}, plan=PLANS, num_ranks=(1, 2))
+def test_an_interrupted_forward_leaves_nothing_behind(ranks, plan, num_ranks, precision):
+    ranks(num_ranks).run(interrupted, plan, precision)

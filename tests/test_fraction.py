@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine.session import session_of
+from inside import insides
+from models import Stack, build
+from onefold import OFFLOAD, OFFLOAD_3, ZERO_2, Tier
 from onefold.errors import PlanError
 from onefold.plan.mix import UnitBytes, unit_plans
-from onefold.plan.table import OFFLOAD, OFFLOAD_3, ZERO_2, Tier
 from onefold.setup import offload_fraction as choice
 from onefold.setup.offload_fraction import UnitStates, fitting
-from ranks import Stack, build
 
 UNITS = [UnitStates(size=UnitBytes(params=2 * n, grads=2 * n), optim=10 * n) for n in (100, 7, 7, 7, 50)]
 NUMEL = sum(unit.size.params for unit in UNITS) // 2
@@ -57,7 +57,7 @@ def chosen(rank, num_ranks, free_bytes, seconds):
         model = onefold.shard(build(Stack), OFFLOAD, fraction="auto")
     finally:
         choice.device_bytes, choice.update_seconds = usual
-    return str(session_of(model, "the test").plan)
+    return str(insides(model).plan)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_speeds_are_measured():
 
 def test_a_number_is_what_a_plan_keeps():
     model = onefold.shard(build(Stack), OFFLOAD, fraction=0.5)
-    assert session_of(model, "the test").plan == OFFLOAD.keeping(0.5)
+    assert insides(model).plan == OFFLOAD.keeping(0.5)
     assert OFFLOAD.keeping(0) == OFFLOAD
     assert OFFLOAD.keeping(1) == ZERO_2
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import onefold
+from models import Stack, build
 from onefold.comm.copies.shared_memory import MappedPool, SymmetricPool
 from onefold.comm.mesh import connect
 from onefold.errors import ShardError
 from onefold.setup.gather_choice import choose_gather
-from ranks import Stack, build
 
 
 def on_two_machines(rank, num_ranks, gather, names=("machine-0", "machine-1")):

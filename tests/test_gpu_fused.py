@@ -19,13 +19,13 @@ import torch
 
 import onefold
 from gpu_models import train
+from host_kernels import BF16, FORMS, FP32, GRADS, RULES, TORCH_FUSES, CorrectRoots, Shard, draw, same_numbers
 from onefold.comm.reductions import mean_of_rows
 from onefold.errors import OptimizerError
 from onefold.optim import rules
 from onefold.optim.kernels import fused
 from onefold.optim.kernels.host import Run, Step
 from onefold.plan.precision import join
-from test_native import BF16, FORMS, FP32, GRADS, RULES, TORCH_FUSES, CorrectRoots, Shard, draw, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it interprets
 
@@ -85,7 +85,7 @@ class Here(Shard):
     def step(self, kernel, grad, number, **words):
         here = torch.cat([torch.zeros(self.part.start, dtype=grad.dtype), grad]).to(self.device)[self.part.start :]
         super().step(kernel, here, number, **words)
-        assert same(here.cpu(), grad), "the gradient was written to"
+        assert same_numbers(here.cpu(), grad), "the gradient was written to"
 
     def values(self):
         return {name: value.cpu() for name, value in super().values().items()}
@@ -119,7 +119,7 @@ def assert_close(expected, found, what):
 
 def assert_same(expected, found, what):
     for name, want in expected.values().items():
-        assert same(found.values()[name], want), f"{name}, {what}"
+        assert same_numbers(found.values()[name], want), f"{name}, {what}"
 
 
 @pytest.mark.gpu
@@ -220,7 +220,7 @@ def test_how_a_shard_is_cut_into_runs_changes_no_bit(device, kernel, rule, form)
                 run = {name: part[start:stop] for name, part in parts.items()}
                 weight, exact = run.pop("weight"), run.pop("exact", None)
                 kernel.update(Run(weight=weight, exact=exact, grad=grad[start:stop], state=run), step)
-    assert all(same(cut.values()[name], value) for name, value in whole.values().items())
+    assert all(same_numbers(cut.values()[name], value) for name, value in whole.values().items())
 
 
 def run_on(device, **changes):

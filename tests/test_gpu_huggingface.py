@@ -18,7 +18,7 @@ BOUNDS = {"bf16": 5e-2, "fp16": 1e-2}
 def losses(tmp_path_factory):
     """Of every case, by name: one run of the script for all of them."""
     folder = tmp_path_factory.mktemp("trainer")
-    script = Path(__file__).with_name("gpu_trainer.py")
+    script = Path(__file__).parent / "helpers" / "gpu_trainer.py"
     words = [sys.executable, "-m", "onefold", "run", "--nproc", str(min(2, NUM_GPUS)), script]
     ran = subprocess.run(
         [*map(str, words), str(folder / "losses.json"), str(folder)],

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import onefold
-from gpu_models import Tower, gpus, train
+from gpu_models import Tower, gpus, on_gpu
+from inside import finish_updates, units_of
 from onefold import Tier
-from onefold.engine.session import session_of
 from onefold.plan.table import legal_plans
 
 TABLES = {
@@ -35,12 +35,6 @@ PRECISIONS = {
     "fp16": onefold.Precision(params="fp16", loss_scale="dynamic"),
 }
 ROUNDING = {"fp32": 1e-3, "bf16": 2**-7, "bf16-fp32-master": 2**-7}
-
-
-def on_gpu(rank, num_ranks, plan, precision):
-    torch.cuda.set_device(rank)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return train(rank, num_ranks, plan, precision, torch.device("cuda", rank))
 
 
 def compare(results, expected, rounding):
@@ -89,7 +83,7 @@ def test_the_device_holds_two_bytes_a_parameter_and_the_host_fourteen():
         peak = torch.cuda.max_memory_allocated() - before
         optimizer.step()
         optimizer.zero_grad()
-    session_of(model, "the test").runtime.finish_updates()
+    finish_updates(model)
     torch.cuda.synchronize()
     numel = onefold.predicted(model, optimizer).reduce_numel
     held = torch.cuda.memory_allocated() - before
@@ -100,7 +94,7 @@ def test_the_device_holds_two_bytes_a_parameter_and_the_host_fourteen():
     unit_bytes = 2 * numel / 12
     print(f"peak in backward: {(peak - held) / unit_bytes:.2f} units above")
     assert peak <= held + 8.5 * unit_bytes
-    flats = [flat for unit in session_of(model, "the test").runtime.units for flat in unit.flats]
+    flats = [flat for unit in units_of(model) for flat in unit.flats]
     tensors = [*optimizer.held(), *(buffer for flat in flats for buffer in flat.trained.gradients.keep.reserved)]
     assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in tensors)
     assert sum(tensor.nbytes for tensor in tensors) == 14 * numel
@@ -126,7 +120,7 @@ def stressed(plan, is_disturbed, **options):
     model = onefold.shard(Tower(64, 4).cuda(), plan, precision=onefold.Precision(params="bf16"))
     optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=0.5, **options)
     if is_disturbed:
-        lanes, generator = session_of(model, "the test").runtime.units[0]._lanes, torch.Generator().manual_seed(0)
+        lanes, generator = units_of(model)[0]._lanes, torch.Generator().manual_seed(0)
         for lane in (lanes.up, lanes.down, lanes.gather, lanes.reduce):
             delayed(lane, generator)
     generator = torch.Generator().manual_seed(1)

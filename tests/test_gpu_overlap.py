@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import onefold
-from gpu_models import Tower, gpus
-from onefold.engine.session import session_of
-from test_gpu_races import late
+from gpu_models import Tower, gpus, late
+from inside import insides
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096
 
@@ -55,7 +54,7 @@ def waits(rank, num_ranks, gather):
     model = onefold.shard(Tower(256, 8).to(device), onefold.ZERO_2, gather=gather)
     optimizer = onefold.SGD(model, lr=1e-3)
     x = torch.randn(16, 256, device=device)
-    late(session_of(model, "the test").lanes.gather)
+    late(insides(model).lanes.gather)
     for _ in range(3):  # the first ones compile
         model(x).square().mean().backward()
         torch.cuda.synchronize()

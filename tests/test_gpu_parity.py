@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import onefold
-from gpu_models import gpus, train
+from gpu_models import gpus, on_gpu, train
 
 PLANS = [onefold.ZERO_1, onefold.ZERO_2, onefold.ZERO_3]
 PRECISIONS = {
@@ -13,12 +13,6 @@ PRECISIONS = {
     "bf16-fp32-master": onefold.Precision(params="bf16", master="fp32"),
     "fp16": onefold.Precision(params="fp16", loss_scale="dynamic"),
 }
-
-
-def on_gpu(rank, num_ranks, plan, precision):
-    torch.cuda.set_device(rank)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return train(rank, num_ranks, plan, precision, torch.device("cuda", rank))
 
 
 @gpus(1)

@@ -18,15 +18,14 @@ import torch
 import onefold
 import onefold.comm.mesh
 from gpu_models import Tower, gpus
+from inside import insides, noticed_views
 from onefold.comm.comm import GlooComm, NcclComm
 from onefold.comm.copies.copy_collectives import PeerComm
 from onefold.comm.copies.shared_memory import SymmetricPool
 from onefold.comm.mesh import connect
 from onefold.comm.reductions import mean_of_rows
-from onefold.engine.session import session_of
 from onefold.memory.streams import lanes_for
 from onefold.optim.kernels.fused import mean_on
-from ranks import noticed_views
 
 WIDTH, DEPTH, ROWS = 4096, 12, 4096
 MOST_GPUS = min(4, max(2, torch.cuda.device_count()))
@@ -82,7 +81,7 @@ def trained(plan, gather, keep_bytes, rank):
                     param.mul_(0.9)
     with onefold.gathered(model):
         weights = [param.detach().float().cpu().clone() for param in model.parameters()]
-    return [*seen, *weights], isinstance(session_of(model, "the test").comm, PeerComm)
+    return [*seen, *weights], isinstance(insides(model).comm, PeerComm)
 
 
 WAYS = pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def step_seconds(rank, num_ranks, gather):
         optimizer.zero_grad()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[4:]), isinstance(session_of(model, "the test").comm, PeerComm)
+    return statistics.median(times[4:]), isinstance(insides(model).comm, PeerComm)
 
 
 @gpus(2)
@@ -211,7 +210,7 @@ def resting(rank, num_ranks):
     """Device bytes that a pool takes beyond what was asked of it."""
     torch.cuda.set_device(rank)
     model = onefold.shard(Tower(64, 2).cuda(), onefold.ZERO_3, gather="copy")
-    pool = session_of(model, "the test").comm._pool
+    pool = insides(model).comm._pool
     assert isinstance(pool, SymmetricPool)
     return pool.allocate(1000, torch.bfloat16)[0].shape
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import onefold
-from gpu_models import Tower, gpus
-from onefold.engine.session import session_of
+from gpu_models import Tower, gpus, late
+from inside import insides, units_of
 
 STEPS = 20
 
@@ -51,26 +51,12 @@ def weights_after(rank, num_ranks, plan, precision, prefetch_bytes, disturbed):
         return [param.detach().float().cpu() for param in model.parameters()]
 
 
-def late(lane):
-    """Let everything on a lane begin some milliseconds after it was launched."""
-    run = lane.run
-
-    def slowly(launch, **words):
-        def begin():
-            torch.cuda._sleep(10**7)
-            return launch()
-
-        return run(begin, **words)
-
-    lane.run = slowly
-
-
 def gone_in_mid_step(plan):
     """Trains, drops everything while lanes are late, and returns what became of memory taken after that."""
     model = onefold.shard(Tower(256, 4).cuda(), plan, precision=onefold.Precision(params="bf16"))
     optimizer = onefold.AdamW(model, lr=1e-3, max_grad_norm=1.0)
     x = torch.randn(16, 256, device="cuda")
-    lanes = session_of(model, "the test").runtime.units[0]._lanes
+    lanes = units_of(model)[0]._lanes
     for lane in (lanes.up, lanes.gather, lanes.reduce):
         late(lane)
     for step in range(3):
@@ -78,7 +64,7 @@ def gone_in_mid_step(plan):
         if step < 2 or plan.optim.farthest == onefold.Tier.HOST:
             optimizer.step()
             optimizer.zero_grad()
-    waiting = session_of(model, "the test").runtime
+    waiting = insides(model).runtime
     waiting.finish_updates()  # on the host; their copies to the device are late
     del model, optimizer, lanes, lane, waiting
     gc.collect()

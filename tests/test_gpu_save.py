@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import onefold
-from gpu_models import Tower, gpus
-from onefold.engine.session import session_of
+from gpu_models import Tower, gpus, late
+from inside import insides
 from onefold.errors import HostMemoryError
 from onefold.memory.pinned import Pages
-from onefold.plan.table import NAMED_PLANS
-from test_gpu_races import late
+from plans import NAMED_PLANS
 
 
 def save_and_train(rank, num_ranks, directory, plan):
@@ -22,7 +21,7 @@ def save_and_train(rank, num_ranks, directory, plan):
     # On one rank it is, with its state, larger than what is locked at once.
     model = onefold.shard(Tower(1024, 3).to(device), NAMED_PLANS[plan], precision=onefold.Precision(params="bf16"))
     optimizer = onefold.AdamW(model, lr=1e-3)
-    late(session_of(model, "a test").lanes.down)
+    late(insides(model).lanes.down)
 
     def train():
         model(torch.randn(16, 1024, device=device)).float().square().mean().backward()
@@ -65,7 +64,7 @@ def lock_twice(rank, num_ranks):
     torch.cuda.set_device(rank)
     ones, pages = torch.ones(8, device="cuda"), Pages(2**22)
     pages.lock(0, 2**22)
-    with pytest.raises(HostMemoryError):
+    with pytest.raises(HostMemoryError, match="refused to lock"):
         pages.lock(0, 2**22)
     return ones.add(1).sum().item()
 

@@ -1,6 +1,7 @@
-"""Promise: the house rules that a reader relies on hold. Files and functions stay small, the changelog is kept, and
-`onefold.__all__` is exactly what `onefold` offers."""
+"""Promise: the house rules that a reader relies on hold. Files and functions stay small, a file of tests says
+what it promises and stands by itself, the changelog is kept, and `onefold.__all__` is exactly what `onefold` offers."""
 
+import ast
 import re
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,24 @@ def test_size_counts_every_line(tmp_path):
     path = tmp_path / "sample.py"
     path.write_text(SAMPLE)
     assert measure(path) == Size(path=path, lines=9, function="long", function_lines=4)
+
+
+TESTS = sorted((ROOT / "tests").glob("test_*.py"))
+HELPERS = sorted((ROOT / "tests" / "helpers").glob("*.py"))
+
+
+@pytest.mark.parametrize(("paths", "word"), [(TESTS, "Promise: "), (HELPERS, "Owns ")], ids=["tests", "helpers"])
+def test_a_file_of_tests_opens_with_its_promise_and_a_helper_with_what_it_owns(paths, word):
+    docs = {path.name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in paths}
+    assert [name for name, doc in docs.items() if not doc.startswith(word)] == []
+
+
+def test_no_file_of_tests_imports_from_another():
+    """What two of them need is a helper's: a test that moves takes nothing of others along."""
+    imports = re.compile(r"^\s*(?:from|import) (test_\w+)", re.MULTILINE)
+    names = {path.stem for path in TESTS}
+    for path in (*TESTS, *HELPERS):
+        assert names.isdisjoint(imports.findall(path.read_text(encoding="utf-8"))), path.name
 
 
 def test_the_changelog_has_an_unreleased_part_with_entries():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import onefold
+from models import Stack
 from onefold.errors import OptimizerError
-from ranks import Stack
 
 
 @pytest.mark.parametrize("groups", [lambda params: params, lambda _: [{"lr": 0.1}]], ids=["bare", "none"])

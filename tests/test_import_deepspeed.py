@@ -24,7 +24,7 @@ from onefold.deepspeed.schedules import WarmupLR
 from onefold.errors import CheckpointError
 from onefold.interop.imports import import_deepspeed
 from onefold.interop.imports.deepspeed import Place, reader
-from onefold.plan.table import NAMED_PLANS
+from plans import NAMED_PLANS
 from ranks import needs_deepspeed
 
 CASES = [(num_ranks, name) for num_ranks, variants in VARIANTS.items() for name in variants]

@@ -7,7 +7,7 @@ import torch
 
 from apart import finish, start
 
-SCRIPT = Path(__file__).with_name("lightning_runs.py")
+SCRIPT = Path(__file__).parent / "helpers" / "lightning_runs.py"
 
 
 @pytest.fixture(scope="module")

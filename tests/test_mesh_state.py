@@ -8,13 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import onefold
-from checkpoint_models import Run, equal
-from mesh_models import CPU, PATIENCE_S, PLANS, grid, same_bits, sharded
+from checkpoint_models import Run, same_state
+from checks import equal, weights
+from inside import insides, units_of
+from mesh_models import CPU, PATIENCE_S, PLANS, grid, sharded
+from models import Stack, build
 from onefold import Precision
 from onefold.comm import mesh
 from onefold.comm.wrappers import CountingComm
-from onefold.engine.session import session_of
-from ranks import Stack, Turn, build, weights
+from ranks import Turn
 
 BF16 = Precision(params="bf16")
 every_plan = pytest.mark.parametrize("plan", list(PLANS))
@@ -47,7 +49,7 @@ def test_all_replicas_start_from_rank_0(ranks):
     assert all(bool((value == 1).all()) for name, value in want.items() if "running" in name)
     for found in outcomes:
         for plan, (got, got_born) in found.items():
-            assert (plan, same_bits(got, want), same_bits(got_born, born)) == (plan, True, True)
+            assert (plan, equal(got, want), equal(got_born, born)) == (plan, True, True)
 
 
 def looked_at(rank, num_ranks, plan, directory):
@@ -75,11 +77,11 @@ def looked_at(rank, num_ranks, plan, directory):
     onefold.export(model, directory / plan)
     fresh = sharded(build(Stack, seed=9), plan, (2, 2), precision=BF16)
     onefold.load_pretrained(fresh, directory / plan)
-    expect(same_bits(weights(fresh), weights(model)), "what was exported and loaded")
+    expect(equal(weights(fresh), weights(model)), "what was exported and loaded")
     with onefold.gathered(model, write=True), torch.no_grad():
         model.head.weight.fill_(rank + 1)
     expect(bool((weights(model)["head.weight"] == 1).all()), "what rank 0 wrote")
-    mine = session_of(model, "a test")
+    mine = insides(model)
     told = mine.comm.exchange_objects((mine.fingerprint, [t.clone() for t in optimizer.held()]))
     for theirs, state in told:
         is_same = all(torch.equal(one, other) for one, other in zip(optimizer.held(), state, strict=True))
@@ -135,7 +137,7 @@ def test_a_checkpoint_is_written_once_and_loads_on_any_mesh(ranks, tmp_path, sha
     num_here, num_there = (2 if each is None else each[0] * each[1] for each in (shape, other))
     states = ranks(num_here).run(saved, shape, plan, path, when == "beside", timeout_s=PATIENCE_S)
     for state in ranks(num_there).run(loaded, other, plan_there, path, timeout_s=PATIENCE_S):
-        assert equal(state, states[0])
+        assert same_state(state, states[0])
     saved(0, 1, None, "zero_0", alone, False)
     parts = data_bytes(path)
     assert sum(parts) == sum(data_bytes(alone))
@@ -149,7 +151,7 @@ def resumed(rank, num_ranks, directory):
     first.save(directory)
     second = Run(rank, num_ranks, "zero_3", "bf16", seed=7, mesh=grid((2, 2)))
     second.load(directory)
-    return first.train(2) == second.train(2) and equal(first.state(), second.state())
+    return first.train(2) == second.train(2) and same_state(first.state(), second.state())
 
 
 def test_training_goes_on_bit_for_bit_on_the_same_mesh(ranks, tmp_path):
@@ -189,7 +191,7 @@ def sent_under(rank, shape, plan):
         optimizer.zero_grad()
     after = counts(shards, replicas)
     budget = onefold.predicted(model, optimizer)
-    psi = sum(flat.layout.numel for unit in session_of(model, "a test").runtime.units for flat in unit.flats)
+    psi = sum(flat.layout.numel for unit in units_of(model) for flat in unit.flats)
     return [new - old for new, old in zip(after, before, strict=True)], budget, psi
 
 
@@ -283,6 +285,6 @@ def one_axis_of_two(rank, num_ranks):
 
 def test_one_axis_of_a_mesh_trains_by_itself(ranks):
     first, second, third, fourth = ranks(4).run(one_axis_of_two, timeout_s=PATIENCE_S)
-    assert same_bits(first, second)
-    assert same_bits(third, fourth)
-    assert not same_bits(first, third)
+    assert equal(first, second)
+    assert equal(third, fourth)
+    assert not equal(first, third)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import onefold
+from checks import weights
+from models import on_meta
 from onefold import Precision
-from onefold.plan.table import NAMED_PLANS
-from ranks import PLANS, every_plan, weights
+from plans import NAMED_PLANS, PLANS, every_plan
 
 
 class Scale(nn.Module):
@@ -132,11 +133,6 @@ class Recurrent(nn.Module):
 MODELS["recurrent"] = Recurrent
 BORN = {**MODELS, "T5": t5}
 """Those of which only the values are looked at, too."""
-
-
-def on_meta(make):
-    with torch.device("meta"):
-        return make()
 
 
 def born(plan, make, seed=3, **options):

@@ -1,6 +1,5 @@
 """Promise: a model built on the meta device is born unit by unit, never whole, and what cannot be born is named."""
 
-import gc
 import sys
 
 import pytest
@@ -8,33 +7,16 @@ import torch
 from torch import nn
 
 import onefold
+from checks import live_bytes
+from models import on_meta, wide
 from onefold.errors import ShardError
 from onefold.memory.buffer import Buffer
-from onefold.plan.table import NAMED_PLANS
-
-
-def on_meta(make):
-    with torch.device("meta"):
-        return make()
-
+from plans import NAMED_PLANS
 
 # --- never whole
 
 
-WIDTH, DEPTH = 64, 16
-
-
-def wide():
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-
-
-def live_bytes():
-    """Bytes of all memory that tensors hold."""
-    gc.collect()
-    with torch._C.DisableTorchFunctionSubclass():
-        found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not each.is_meta]
-        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in found}
-    return sum(storages.values())
+DEPTH = 16
 
 
 def bytes_on_the_way(rank, num_ranks, plan):

@@ -6,10 +6,10 @@ Pointers carry no types: a wrong tensor that got through would be read as someth
 import pytest
 import torch
 
+from host_kernels import BF16, FP16, FP32, every_kernel, library
 from onefold.errors import OptimizerError
 from onefold.optim import rules
 from onefold.optim.kernels.host import NativeKernel, Run, Step, TorchKernel
-from test_native import BF16, FP16, FP32, every_kernel, library
 
 
 def run_of(**changes):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from host_kernels import library
 from onefold.optim import rules
 from onefold.optim.kernels import host
 from onefold.optim.kernels.host import LEVELS, Run, Step, host_kernel, levels, load_library
-from test_native import library
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_COMPILER = {"CC": "/nonexistent", "CXX": "/nonexistent"}

@@ -8,7 +8,6 @@ equal to rounding.
 """
 
 import threading
-import time
 
 import pytest
 import torch
@@ -16,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from checks import same, tensors, weights
+from inside import TorchKernel, finish_updates, insides, kernel_on_the_host, units_of
+from models import Stack, build
 from onefold import Placement, Plan, Precision, Tier
-from onefold.comm.pending_gathers import _PATIENCE_S
-from onefold.engine.session import session_of
 from onefold.errors import HostMemoryError, PlanError
 from onefold.memory.streams import HostLanes
-from onefold.optim.kernels.host import TorchKernel
 from onefold.plan.table import legal_plans
 from onefold.tiers.tier import Host, available_bytes
-from ranks import Stack, Turn, build, same, tensors, weights
+from ranks import Turn
 
 TABLES = {
     str(plan): plan
@@ -106,12 +105,8 @@ ROOTLESS = ("sgd", "lion", "rmsprop")
 
 def in_torch(rank, num_ranks, *arguments):
     """`run` with torch's kernel in the compiled one's place."""
-    module = __import__("onefold.optim.optimizer", fromlist=["host_kernel"])
-    compiled, module.host_kernel = module.host_kernel, lambda *_: TorchKernel()
-    try:
+    with kernel_on_the_host(lambda *_: TorchKernel()):
         return run(rank, num_ranks, *arguments)
-    finally:
-        module.host_kernel = compiled
 
 
 def differing(rank, num_ranks, base, runner, rule, precision, tolerance, tables=tuple(TABLES)):
@@ -159,13 +154,13 @@ def held_and_moved(rank, num_ranks, plan, precision):
     x = Turn(rank, 0, sharded=True).randn(3, 4)
     moved = []
     for _ in range(3):
-        host = session_of(model, "the test").houses[Tier.HOST]
+        host = insides(model).houses[Tier.HOST]
         before = host.up_bytes, host.down_bytes
         model(x).square().mean().backward()
         held = onefold.measured(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        session_of(model, "the test").runtime.finish_updates()
+        finish_updates(model)
         moved.append((host.up_bytes - before[0], host.down_bytes - before[1]))
     return onefold.predicted(model, optimizer), held, moved
 
@@ -194,7 +189,7 @@ def test_offload_moves_four_bytes_a_parameter(ranks, num_ranks):
 @pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 0.75, 1])
 def test_a_mix_is_of_whole_units_those_of_the_next_forward_first_on_the_device(fraction):
     model = onefold.shard(build(Stack), onefold.OFFLOAD.keeping(fraction))
-    units = session_of(model, "the test").runtime.units
+    units = units_of(model)
     tiers = [flat.trained.rest.tier for unit in units for flat in unit.flats]
     sizes = [flat.layout.used_numel for unit in units for flat in unit.flats]
     assert tiers == sorted(tiers)
@@ -312,7 +307,7 @@ def left(rank, num_ranks, plan):
     sent before, and after."""
     model = onefold.shard(build(Stack), plan)
     optimizer = onefold.AdamW(model, lr=1e-2)
-    session, sent = session_of(model, "the test"), []
+    session, sent = insides(model), []
     send = session.comm.refresh
 
     def noted(whole, shard):
@@ -335,7 +330,8 @@ def left(rank, num_ranks, plan):
     for unit in session.runtime.units:
         for flat in unit.flats:
             flat.finish_update()
-    time.sleep(1.5 * _PATIENCE_S)  # what is to be seen is that nothing happens
+    for late in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
+        late.join()  # whoever would send what the loop does not has come and gone
     return num_sent, len(sent) - num_sent
 
 

@@ -11,31 +11,18 @@ import torch
 from torch import nn
 
 import onefold
+from checks import weights
+from inside import insides
+from models import WIDTH, Routed, Stack, build
 from onefold import Precision
-from onefold.engine.session import session_of
 from onefold.errors import OrderMismatchError
-from onefold.plan.table import NAMED_PLANS
-from ranks import WIDTH, Block, Case, Stack, Turn, build, every_plan, train, weights
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan
+from ranks import Case, Turn, train
 
 PATIENCE_S = 240.0
 """A run that takes longer hangs: gloo itself would wait for minutes."""
 WHOLE_PLANS = ("zero_0", "zero_1", "zero_2")
-
-
-class Routed(nn.Module):
-    """Runs its blocks in the order it is told, with an inner part that has blocks of its own."""
-
-    def __init__(self, depth=4):
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x, order=(0, 1, 2, 3)):
-        x = self.embed(x)
-        for index in order:
-            x = self.blocks[index](x)
-        return self.head(x)
 
 
 class Nested(nn.Module):
@@ -104,9 +91,7 @@ def out_of_order(rank, num_ranks, name, plan, since, prefetch_bytes=None):
     return None
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("since", [0, 1, 3])
-@pytest.mark.parametrize("name", list(DIFFERENT))
+@pairwise(name=list(DIFFERENT), since=(0, 1, 3), num_ranks=(2, 3))
 def test_different_orders_are_an_error_on_every_rank(ranks, name, since, num_ranks):
     """From the first step on, from the second (whose order is frozen), and in the midst of training."""
     messages = ranks(num_ranks).run(out_of_order, name, "zero_3", since, timeout_s=PATIENCE_S)
@@ -138,7 +123,7 @@ def work_swapped(model, turn):
 @pytest.mark.parametrize("plan", WHOLE_PLANS)
 def test_whole_parameters_in_different_orders_train_right(ranks, plan):
     case = Case(model=Routed, work=work_swapped, steps=4)
-    assert ranks(2).run(train, case, plan) == ["same", "same"]
+    ranks(2).run(train, case, plan)
 
 
 # --- different parts of the model, called by themselves
@@ -210,19 +195,17 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("work", EXACT, ids=lambda work: work.__name__)
-@pytest.mark.parametrize("prefetch_bytes", [None, 0, 2**30])
+@pairwise(work=EXACT, prefetch_bytes=(None, 0, 2**30), num_ranks=(2, 3))
 def test_orders_that_can_be_served_are_exact(ranks, work, num_ranks, prefetch_bytes):
     case = Case(model=Routed, work=work, steps=6, options={"prefetch_bytes": prefetch_bytes})
-    assert ranks(num_ranks).run(train, case, "zero_3", timeout_s=PATIENCE_S) == ["same"] * num_ranks
+    ranks(num_ranks).run(train, case, "zero_3", timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("work", EXACT, ids=lambda work: work.__name__)
 @pytest.mark.parametrize("plan", WHOLE_PLANS)
 def test_such_orders_are_exact_where_parameters_rest_whole(ranks, work, plan):
     case = Case(model=Routed, work=work, steps=6)
-    assert ranks(2).run(train, case, plan, timeout_s=PATIENCE_S) == ["same", "same"]
+    ranks(2).run(train, case, plan, timeout_s=PATIENCE_S)
 
 
 def one_deep_block_less(model, turn):
@@ -235,7 +218,7 @@ def one_deep_block_less(model, turn):
 @every_plan
 def test_a_block_skipped_in_a_deep_model_is_exact(ranks, plan, num_ranks):
     case = Case(model=deep, work=one_deep_block_less, steps=4)
-    assert ranks(num_ranks).run(train, case, plan, timeout_s=PATIENCE_S) == ["same"] * num_ranks
+    ranks(num_ranks).run(train, case, plan, timeout_s=PATIENCE_S)
 
 
 def trained(rank, num_ranks, prefetch_bytes, dtype):
@@ -325,9 +308,7 @@ def uneven(rank, num_ranks, plan, work, since):
 UNEVEN = [backwards_more, backwards_less, accumulates_more, forgets_to_leave]
 
 
-@pytest.mark.parametrize("since", [0, 3])
-@pytest.mark.parametrize("work", UNEVEN, ids=lambda work: work.__name__)
-@every_plan
+@pairwise(plan=PLANS, work=UNEVEN, since=(0, 3))
 def test_different_numbers_of_reductions_are_an_error(ranks, plan, work, since):
     messages = ranks(2).run(uneven, plan, work, since, timeout_s=PATIENCE_S)
     assert all(message is not None and "very rank must run" in message for message in messages), messages
@@ -339,7 +320,7 @@ def collectives_of_ones_own(rank, num_ranks, plan):
     model = onefold.shard(build(partial(Stack, depth=8)), NAMED_PLANS[plan])
     optimizer = onefold.SGD(model, lr=0.1)
     if rank == 0:
-        session_of(model, "the test").reducer._bound = lambda tickets, limit: None
+        insides(model).reducer._bound = lambda tickets, limit: None
     for step in range(3):
         loss = model(Turn(rank, step, sharded=True).randn(3, 4)).square().mean()
         torch.distributed.all_reduce(loss.detach())

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import onefold
+from checks import differing, weights
+from models import build
 from onefold import DynamicLossScale, Precision
-from onefold.plan.table import NAMED_PLANS
-from ranks import PLANS, build, every_plan, weights
+from plans import NAMED_PLANS, PLANS, every_plan
 
 STEPS, MICRO, ROWS = 5, 2, 3
 LIMIT = 0.05
@@ -122,12 +123,6 @@ def plain_adamw(model):
         {"params": [param for name, param in named if not decayed(name)], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, foreach=False, **ADAMW)
-
-
-def differing(got, want):
-    """Names of tensors whose bits differ."""
-    assert got.keys() == want.keys()
-    return [name for name in want if not torch.equal(got[name], want[name])]
 
 
 # --- fp32: the bits of plain PyTorch

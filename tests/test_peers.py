@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
+from checks import same, weights
+from inside import insides, units_of
+from models import Stack, build
 from onefold.comm.copies import copy_collectives, staging
 from onefold.comm.copies.copy_collectives import PeerComm, place_of
 from onefold.comm.copies.shared_memory import MappedPool
@@ -21,9 +24,8 @@ from onefold.comm.mesh import connect
 from onefold.comm.reductions import mean_of_rows
 from onefold.comm.wrappers import CountingComm
 from onefold.engine import grad_accumulator
-from onefold.engine.session import session_of
 from onefold.errors import OrderMismatchError
-from ranks import Stack, Turn, build, same, weights
+from ranks import Turn
 
 PLANS = {
     "zero_3": (onefold.ZERO_3, {}),
@@ -143,7 +145,7 @@ def trained_late(rank, plan, gather, precision, steps, tmp_path):
     model = onefold.shard(model, plan, precision=precision, gather=gather, **options)
     optimizer = onefold.AdamW(model, lr=0.05, max_grad_norm=0.5)
     average = onefold.EMA(model, decay=0.5)
-    comm = session_of(model, "the test").comm
+    comm = insides(model).comm
     witness = Witness(comm) if isinstance(comm, PeerComm) else None
     seen, generator = [], torch.Generator().manual_seed(rank)
     for step in range(steps):
@@ -234,7 +236,7 @@ def test_late_ranks_are_waited_for(ranks, num_ranks):
 
 def sent(rank, num_ranks, plan, gather):
     model = onefold.shard(build(Stack), PLANS[plan][0], gather=gather)
-    session = session_of(model, "the test")
+    session = insides(model)
     comm = session.comm
     counting = CountingComm(comm.inner if isinstance(comm, PeerComm) else comm)
     if isinstance(comm, PeerComm):
@@ -265,7 +267,7 @@ def kept_waiting(rank, num_ranks, holds):
     held = [param.data for param in model.blocks[1].parameters()] if holds else []
     optimizer.step()
     del held
-    return [unit.name for unit in session_of(model, "the test").runtime.units if unit.is_readable]
+    return [unit.name for unit in units_of(model) if unit.is_readable]
 
 
 def test_a_step_waits_only_for_units_of_which_somebody_holds_a_view(ranks):

@@ -6,22 +6,10 @@ from itertools import product
 
 import pytest
 
+from onefold import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
 from onefold.errors import OnefoldError, PlanError
-from onefold.plan.table import (
-    INFINITY,
-    LAWS,
-    NAMED_PLANS,
-    OFFLOAD,
-    OFFLOAD_3,
-    ZERO_0,
-    ZERO_1,
-    ZERO_2,
-    ZERO_3,
-    Placement,
-    Plan,
-    Tier,
-    legal_plans,
-)
+from onefold.plan.table import LAWS, legal_plans
+from plans import NAMED_PLANS
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 CELLS = [(partitioned, tier) for partitioned in (False, True) for tier in Tier]
@@ -176,7 +164,7 @@ def test_a_plan_takes_placements_only_and_names_the_kind(kind):
 
 
 def test_plan_errors_are_both_onefold_and_value_errors():
-    with pytest.raises(OnefoldError):
+    with pytest.raises(OnefoldError, match="law 1"):
         Plan(part(), whole(), whole())
     with pytest.raises(ValueError, match="law 1"):
         Plan(part(), whole(), whole())

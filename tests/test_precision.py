@@ -11,22 +11,20 @@ import torch
 from torch import nn
 
 import onefold
+from checks import differing, grads, weights
+from models import Stack, build
 from onefold import DynamicLossScale, Precision
 from onefold.comm import reductions
 from onefold.engine import gradients
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, build, every_plan, grads, one_and_two_ranks, weights
+from pairs import pairwise
+from plans import NAMED_PLANS, PLANS, every_plan, one_and_two_ranks
+from ranks import Turn
 
 SPLIT, WHOLE = Precision(params="bf16"), Precision(params="bf16", master="fp32")
 
 
 def bits(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def differing(got, want):
-    assert got.keys() == want.keys()
-    return [name for name in want if got[name].dtype != want[name].dtype or not torch.equal(got[name], want[name])]
 
 
 def model_bytes(budget):
@@ -220,9 +218,7 @@ OVERFLOWS = {
 }
 
 
-@one_and_two_ranks
-@every_plan
-@pytest.mark.parametrize("case", list(OVERFLOWS))
+@pairwise(case=list(OVERFLOWS), plan=PLANS, num_ranks=(1, 2))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, case, plan, num_ranks):
     loss_scale, sizes, want = OVERFLOWS[case]
     results = ranks(num_ranks).run(overflow, plan, loss_scale, sizes)

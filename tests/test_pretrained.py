@@ -7,39 +7,19 @@ import resource
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 import onefold
+from checks import live_bytes
+from huggingface_models import VOCABULARY, bert, gpt2, llama, logits, lora, t5, text, tied_llama
+from inside import units_of
+from models import Stack, build, on_meta, wide
 from onefold import Precision
-from onefold.engine.session import session_of
-from onefold.errors import OnefoldError, WeightsError
+from onefold.errors import WeightsError
 from onefold.files import tensor_files
-from onefold.plan.table import NAMED_PLANS
-from ranks import Stack, Turn, build, squared
-from test_export import Odd, logits, tied_llama
-from test_meta_birth import live_bytes, on_meta
-from test_zoo_huggingface import VOCABULARY, bert, gpt2, llama, lora, t5, text
-
-
-def saved(model, directory, **options):
-    """The directory, in which the model was saved by transformers, or by safetensors."""
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(directory, **options)
-    else:
-        directory.mkdir(exist_ok=True)
-        tied = {id(param): name for name, param in model.named_parameters()}
-        kept = {name for name, param in model.named_parameters(remove_duplicate=False) if tied[id(param)] == name}
-        params = dict(model.named_parameters(remove_duplicate=False))
-        state = {name: value for name, value in model.state_dict().items() if name in kept or name not in params}
-        save_file({name: value.contiguous() for name, value in state.items()}, directory / "model.safetensors")
-    return directory
-
-
-def whole(model):
-    with onefold.gathered(model):
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
+from plans import NAMED_PLANS
+from ranks import Turn, squared
+from weight_files import Odd, outcome, saved, whole
 
 MODELS = {"gpt2": gpt2, "llama": llama, "llama, tied": tied_llama, "bert": bert, "t5": t5}
 PLACES = [
@@ -138,13 +118,6 @@ def test_a_backward_never_mixes_old_weights_with_loaded_ones(ranks, tmp_path, pl
 # --- what is read and held
 
 
-WIDTH, DEPTH = 64, 16
-
-
-def wide():
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-
-
 class Counting:
     """Stands before an open file or a slice of it, and counts the bytes of everything that is read."""
 
@@ -181,7 +154,7 @@ def counted(rank, num_ranks, plan, precision, directory):
         onefold.load_pretrained(model, directory)
     finally:
         tensor_files.safe_open, tensor_files.StoredTensors.read = real_open, real_read
-    sizes = [unit.nbytes for unit in session_of(model, "the test").runtime.units]
+    sizes = [unit.nbytes for unit in units_of(model)]
     return Counting.nbytes, max(seen), max(sizes) / sum(sizes)
 
 
@@ -204,22 +177,10 @@ def test_a_rank_reads_its_share_and_holds_no_more_than_a_unit(ranks, tmp_path, p
     assert all(read <= 1.05 * nbytes / parts for read, _, _ in counts), counts
     assert sum(read for read, _, _ in counts) == nbytes * 3 / parts  # nothing twice
     assert all(held <= 2 * nbytes * part for _, held, part in counts), counts  # the clone included
-    assert all(part <= 2 / DEPTH for _, _, part in counts), "a unit is a small part of this model"
+    assert all(part <= 2 / 16 for _, _, part in counts), "a unit is a small part of this model"
 
 
 # --- files
-
-
-def outcome(rank, num_ranks, make, directory, options):
-    """What `load_pretrained` returned or raised; then nothing may have changed."""
-    model = onefold.shard(build(make, seed=3), onefold.ZERO_3)
-    before = whole(model)
-    try:
-        return onefold.load_pretrained(model, directory, **options), whole(model)
-    except OnefoldError as error:
-        after = whole(model)
-        assert all(torch.equal(after[key], before[key]) for key in before)
-        return type(error), str(error)
 
 
 def cut_off(directory):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from huggingface_models import bert, gpt2
+from models import Stack, build
 from onefold.errors import WeightsError
-from ranks import Stack, build
-from test_pretrained import outcome, saved
-from test_zoo_huggingface import bert, gpt2
+from weight_files import outcome, saved
 
 
 def trunk():

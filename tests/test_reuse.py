@@ -7,15 +7,14 @@ gradient is complete before the others have begun.
 import contextlib
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold import DynamicLossScale, Precision
-from onefold.plan.table import NAMED_PLANS
-from ranks import one_and_two_ranks
+from pairs import pairwise
+from plans import NAMED_PLANS
 
 PLANS = ("zero_0", "zero_1", "zero_2", "zero_3", "offload", "offload_3")
 
@@ -53,21 +52,19 @@ def gradients_are_those_of_plain_pytorch(rank, num_ranks, plan, uses, backwards,
 SCALED = Precision(params=torch.float32, loss_scale=DynamicLossScale(initial=2.0**8))
 
 
-@pytest.mark.parametrize(
-    ("uses", "backwards", "options"),
-    [
-        (3, 1, (True, False, False, Precision())),
-        (4, 1, (True, True, False, Precision())),
-        (4, 1, (False, False, False, Precision())),
-        (2, 3, (True, True, False, Precision())),
-        (2, 3, (True, True, True, Precision())),
-        (3, 2, (True, False, True, Precision())),
-        (2, 1, (True, False, False, SCALED)),
-        (3, 2, (True, True, True, SCALED)),
-    ],
-    ids=["three", "four", "plain", "again", "accumulated", "three accumulated", "scaled", "all"],
-)
-@pytest.mark.parametrize("plan", PLANS)
-@one_and_two_ranks
-def test_every_use_counts(ranks, num_ranks, plan, uses, backwards, options):
-    ranks(num_ranks).run(gradients_are_those_of_plain_pytorch, plan, uses, backwards, options)
+# How often a module is used, how many backwards there are, and how.
+WAYS = {
+    "three": (3, 1, (True, False, False, Precision())),
+    "four": (4, 1, (True, True, False, Precision())),
+    "plain": (4, 1, (False, False, False, Precision())),
+    "again": (2, 3, (True, True, False, Precision())),
+    "accumulated": (2, 3, (True, True, True, Precision())),
+    "three accumulated": (3, 2, (True, False, True, Precision())),
+    "scaled": (2, 1, (True, False, False, SCALED)),
+    "all": (3, 2, (True, True, True, SCALED)),
+}
+
+
+@pairwise(way=WAYS, plan=PLANS, num_ranks=(1, 2))
+def test_every_use_counts(ranks, num_ranks, plan, way):
+    ranks(num_ranks).run(gradients_are_those_of_plain_pytorch, plan, *way)

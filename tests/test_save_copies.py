@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import onefold
-from checkpoint_faults import SmallRun, after, hold_copies, same
+from checkpoint_faults import Gated, SmallRun, after, hold_copies, opening
+from checks import equal
+from inside import insides
 from onefold.checkpoint.copies import Copies
 from onefold.checkpoint.entries import Reading, whole_entry
 from onefold.checkpoint.files import Files
-from onefold.engine.session import session_of
 from onefold.errors import CheckpointError, HostMemoryError
 from onefold.memory.pinned import PIECE_BYTES, LockedRoom, Pages, PlainRoom
 from onefold.memory.streams import HostLanes, Ticket
-from test_checkpoint_async import Gated, opening
 
 
 def looked_at(run, ema):
@@ -81,7 +81,7 @@ def change_beside(rank, num_ranks, directory, change):
     run.train(1)
     ema.update()
     want = run.state()
-    lane, session = hold_copies(run.model), session_of(run.model, "a test")
+    lane, session = hold_copies(run.model), insides(run.model)
     saving = run.save(directory / "it", asynchronous=True, ema=ema)
     session.readers[:] = opening(session.readers, lane.gate)
     looked_at(run, ema)
@@ -98,7 +98,7 @@ def change_beside(rank, num_ranks, directory, change):
         torch.equal(mine, theirs)
         for (_, mine), (_, theirs) in zip(average.averages, averages_after(2).averages, strict=True)
     )
-    return open_before, open_after, stalled, same(found, want | {"seen": found["seen"]}) and same_averages
+    return open_before, open_after, stalled, equal(found, want | {"seen": found["seen"]}) and same_averages
 
 
 def averages_after(steps):
@@ -118,11 +118,11 @@ def fail_to_copy(rank, num_ranks, directory, failing, plan):
     """What `wait`, or else the next save, says of a copy that failed on one rank; training goes on meanwhile."""
     run, said = SmallRun(plan), []
     run.train()
-    home = session_of(run.model, "a test").lanes.down
+    home = insides(run.model).lanes.down
     for told in ("wait", "save"):
         lane = hold_copies(run.model, OSError("the link broke") if rank == failing else None)
         saving = run.save(directory / "bad", asynchronous=True)
-        session = session_of(run.model, "a test")
+        session = insides(run.model)
         session.readers[:] = opening(session.readers, lane.gate)
         run.train()
         session.lanes.down = home
@@ -131,7 +131,7 @@ def fail_to_copy(rank, num_ranks, directory, failing, plan):
         said.append(str(caught.value))
         run.train()
     run.save(directory / "good", asynchronous=True).wait()
-    return said, same(run.state(), after(5, plan))
+    return said, equal(run.state(), after(5, plan))
 
 
 @pytest.mark.parametrize("plan", ["zero_1", "zero_3"])
@@ -149,7 +149,7 @@ def interrupt_a_wait(rank, num_ranks, directory):
     """Ctrl-C comes while a step waits for copies; returns whether the next step, and the next save, wait again."""
     run, files = SmallRun(), Gated([])
     run.train(2)
-    lane, session = hold_copies(run.model), session_of(run.model, "a test")
+    lane, session = hold_copies(run.model), insides(run.model)
     saving = run.save(directory / "it", asynchronous=True, files=files)
     seen = []
     for waits, gate, go_on in (
@@ -168,7 +168,7 @@ def interrupt_a_wait(rank, num_ranks, directory):
     other = SmallRun(seed=5)
     other.load(directory / "it")
     want = after(2)
-    return seen, same({**other.state(), "seen": want["seen"]}, want)
+    return seen, equal({**other.state(), "seen": want["seen"]}, want)
 
 
 def interrupt():
@@ -214,7 +214,7 @@ def train_before_the_disk(rank, num_ranks, directory, plan):
     was_done = saving.is_done
     files.gate.set()
     saving.wait()
-    return was_done, other.load(directory / "it"), same(other.state(), after(2, plan))
+    return was_done, other.load(directory / "it"), equal(other.state(), after(2, plan))
 
 
 @pytest.mark.parametrize("plan", ["zero_1", "offload", "offload_3"])
@@ -235,7 +235,7 @@ def save_without_a_thread(rank, num_ranks, directory, which):
     run.train()
     saving.wait()
     other = SmallRun(seed=5)
-    return other.load(directory / "it"), same(other.state(), after(0))
+    return other.load(directory / "it"), equal(other.state(), after(0))
 
 
 @pytest.mark.parametrize(("which", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
@@ -246,7 +246,7 @@ def test_a_rank_that_gets_no_thread_saves_before_it_goes_on(ranks, tmp_path, whi
 def drop_while_writing(rank, num_ranks, directory):
     """Whether shards are there once they are copied, with nobody but a save under way to hold them."""
     run, files = SmallRun(), Gated([])
-    lane, session = hold_copies(run.model), session_of(run.model, "a test")
+    lane, session = hold_copies(run.model), insides(run.model)
     shards = [ref(flat.weight) for unit in session.runtime.units for flat in unit.flats]
     saving = run.save(directory / "it", asynchronous=True, files=files)
     del run, session
@@ -320,7 +320,7 @@ def test_copies_are_made_only_when_they_are_there_and_one_that_fails_leaves_none
         room = kind(64 * len(tensors))
         room.whole.fill_(255)
         copies = Copies(entries, torch.device("cpu"), lanes, room)
-        with pytest.raises(HostMemoryError) if kind is Refusing else nullcontext():
+        with pytest.raises(HostMemoryError, match="there is no more") if kind is Refusing else nullcontext():
             copies.make_at_once()
         made = room.whole.view(torch.float32).view(len(tensors), 16)
         assert torch.equal(made[:-1], torch.stack(tensors[:-1]))
