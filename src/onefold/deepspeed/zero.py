@@ -15,9 +15,9 @@ from torch import nn
 
 from onefold.deepspeed import comm
 from onefold.deepspeed.dropped import Watch
-from onefold.deepspeed.marks import ZeroParamStatus, mark
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.ds_attributes import ZeroParamStatus, add_ds_attributes
 from onefold.deepspeed.source import read
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.deepspeed.values import said
 from onefold.engine.session import Session, owner_session
 from onefold.errors import ConfigError, OnefoldError
@@ -42,8 +42,8 @@ _WAY_OUT = (
     "which every rank enters"
 )
 
-TiledLinear = refused("zero.TiledLinear", "no module is cut into tiles", "torch.nn.Linear under stage 3")
-TiledLinearReturnBias = refused(
+TiledLinear = unsupported("zero.TiledLinear", "no module is cut into tiles", "torch.nn.Linear under stage 3")
+TiledLinearReturnBias = unsupported(
     "zero.TiledLinearReturnBias", "no module is cut into tiles", "torch.nn.Linear under stage 3"
 )
 
@@ -105,14 +105,14 @@ class Init:
             _WAY_OUT,
             dtype=dtype if dtype is not None else _dtype(settings),
             rest=torch.device("cpu") if place in _HOST else None,
-            greet=partial(self._mark, count()),
+            greet=partial(self._number, count()),
         )
         if module is not None:
             self._nursery.take(module)
 
     @staticmethod
-    def _mark(numbers: Iterator[int], param: nn.Parameter) -> None:
-        mark(param, next(numbers))
+    def _number(numbers: Iterator[int], param: nn.Parameter) -> None:
+        add_ds_attributes(param, next(numbers))
 
     def __enter__(self) -> None:
         if self._nursery is not None:
@@ -218,7 +218,7 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Taken, and not needed: whoever uses a parameter outside of its module gets it gathered on the spot.
+    """Taken, and not needed: a parameter that is used outside of its module is gathered on the spot.
 
     Raises:
         ConfigError: it is no parameter.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onefold.deepspeed.accelerator import get_accelerator
-from onefold.deepspeed.marks import ZeroParamStatus
+from onefold.deepspeed.ds_attributes import ZeroParamStatus
 from onefold.deepspeed.zero import (
     GatheredParameters,
     Init,
