@@ -102,7 +102,7 @@ class _Gathered:
                 param.grad = slots.stand_ins[slot]
             slots.shown.pop(slot, None)
         if self._write:
-            self._session.wait_for_readers()  # whoever gathered what is written now
+            self._session.wait_for_readers()  # other ranks may still gather from what is written now
         for unit in self._units:
             if self._write:
                 self._keep(unit)
