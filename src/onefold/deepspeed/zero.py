@@ -196,7 +196,7 @@ class GatheredParameters:
             elif session is not None:
                 sessions.setdefault(id(session), (session, []))[1].append(param)
         for nursery, params in nurseries.values():
-            nursery.settle()
+            nursery.sleep_again()
             awake = [param for param in params if not isinstance(param, Asleep)]
             if awake:
                 raise OnefoldError(f"{nursery.describe(awake[0])} is gathered already, by a context around this one")
