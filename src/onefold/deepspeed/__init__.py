@@ -1,7 +1,9 @@
-"""The room of DeepSpeed's facade: its configuration and names, in Onefold's terms.
+"""The room of the facade: DeepSpeed's configuration and names, in Onefold's terms.
 
 Owns what a script written for DeepSpeed imports and configures. Imports `interop.huggingface` and below. Needs
 pydantic: `pip install onefold[deepspeed]`.
+Words: a *key* of a configuration has its *support*, from honoured to refused; *auto values* fill in "auto"; a
+*translation* is a configuration in Onefold's terms, a *verdict* what became of one key.
 
 A script imports it as `deepspeed`; `install()` makes `import deepspeed` mean this package, for libraries that import it
 themselves.

@@ -1,6 +1,8 @@
 """The room of imports: the ways from other libraries' checkpoints to Onefold's.
 
-A library has a file that reads its checkpoints, and a command in `cli.commands`. Imports `checkpoint` and `files`.
+Owns what other libraries' files mean. A library has a file here that reads them, and a command in `cli.commands`.
+Imports `checkpoint` and `files`.
+Words: a *row* is parameters that share a partition; an *extent* is the part of a parameter in one rank's partition.
 """
 
 from os import PathLike
