@@ -1,7 +1,7 @@
 """Owns the values of parameters between the making of a model and `shard`: each rank keeps a part of every one.
 
 [Note: Asleep]
-While a nursery is open, a parameter falls asleep when its module is put into another: that module's constructor is done
+While a `DeferredInit` is open, a parameter falls asleep when its module is put into another: its constructor is done
 with it then. Rank 0's value is everyone's. A parameter that sleeps is the same object with its shape, dtype and
 device; its class lets only metadata through, and its storage is empty. A constructor that uses it all the same
 (`nn.Transformer` initializes its layers' weights, Hugging Face the whole model's) wakes it, on all ranks alike, and it
@@ -40,7 +40,7 @@ class Asleep(ReleasedParameter):
     _onefold_kept: "_SleepState"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._onefold_kept.nursery.copy(self, memo)
+        return self._onefold_kept.deferred.copy(self, memo)
 
     def detach(self) -> Tensor:
         return self  # state_dict() detaches; reading what it gives raises
@@ -58,18 +58,18 @@ class Asleep(ReleasedParameter):
 class _SleepState:
     """What a parameter carries from the first time it falls asleep."""
 
-    nursery: "Nursery"
+    deferred: "DeferredInit"
     name: str
     cls: type[nn.Parameter]
     """Its class while it is awake."""
     part: Tensor
     """This rank's elements, padded to as many as every rank has, 1-D."""
 
-    def __call__(self) -> "Nursery":
-        return self.nursery
+    def __call__(self) -> "DeferredInit":
+        return self.deferred
 
 
-class Nursery:
+class DeferredInit:
     """Keeps values of parameters in parts. It answers for parameters that sleep (released.Owner).
 
     Args:
@@ -196,7 +196,7 @@ class Nursery:
 
     def sleep_again(self, most: int = 0) -> None:
         """Let what constructors woke fall asleep again, oldest first, until `most` bytes are awake."""
-        here = [(param, count) for param, count in self._woken if nursery_of(param) is self]
+        here = [(param, count) for param, count in self._woken if deferred_init_of(param) is self]
         awake = [(param, count) for param, count in here if not isinstance(param, Asleep)]
         nbytes = sum(param.nbytes for param, _ in awake)
         self._woken = []
@@ -258,18 +258,18 @@ class Nursery:
             del param.__dict__["_onefold_kept"], param.__dict__["_onefold_owner"]
 
 
-def nursery_of(param: nn.Parameter) -> Nursery | None:
-    """The nursery that keeps the value of a parameter, asleep or woken; None of other parameters."""
+def deferred_init_of(param: nn.Parameter) -> DeferredInit | None:
+    """What keeps the value of a parameter, asleep or woken; None of other parameters."""
     kept: _SleepState | None = param.__dict__.get("_onefold_kept")
-    return None if kept is None else kept.nursery
+    return None if kept is None else kept.deferred
 
 
 def wake(params: Iterable[nn.Parameter]) -> None:
     """Make those of `params` that sleep ordinary parameters with their values. Every rank calls it alike."""
     for param in params:
-        nursery = nursery_of(param)
-        if nursery is not None:
-            nursery.release([param])
+        deferred = deferred_init_of(param)
+        if deferred is not None:
+            deferred.release([param])
 
 
 def _holders(param: nn.Parameter) -> int:
@@ -279,7 +279,7 @@ def _holders(param: nn.Parameter) -> int:
 def _is_elsewhere(param: nn.Parameter) -> bool:
     """Whether there is no value here to be kept: it sleeps, is sharded, is on the meta device, or is no dense tensor
     (yet)."""
-    is_owned = "_onefold_owner" in param.__dict__ and nursery_of(param) is None
+    is_owned = "_onefold_owner" in param.__dict__ and deferred_init_of(param) is None
     if is_owned or isinstance(param, ReleasedParameter | nn.parameter.UninitializedParameter):
         return True
     return param.is_meta or param.is_quantized or param.layout != torch.strided

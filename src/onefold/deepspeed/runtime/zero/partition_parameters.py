@@ -1,5 +1,5 @@
-"""DeepSpeed's module of this name, as far as others look into it: transformers exempts torch.arange from a wrapper that
-`Init` has there. Onefold's `Init` wraps no constructor of tensors."""
+"""DeepSpeed's module of this name, as far as libraries look into it: transformers exempts torch.arange from a wrapper
+that `Init` has there. Onefold's `Init` wraps no constructor of tensors."""
 
 from collections.abc import Callable
 from typing import Any
