@@ -14,7 +14,7 @@ from checks import refused
 from deepspeed_loops import CASES
 from onefold.cli.main import app
 from onefold.deepspeed import DeepSpeedEngine
-from onefold.deepspeed.names import way_out
+from onefold.deepspeed.unsupported_names import way_out
 from onefold.errors import CheckpointError
 from ranks import needs_deepspeed
 

@@ -4,7 +4,6 @@ A page is one script: its ```python blocks run in order in one namespace, on one
 holds what that block printed; `...` in it stands for anything, and line breaks count as spaces.
 """
 
-import ast
 import inspect
 import re
 from contextlib import redirect_stdout
@@ -15,13 +14,14 @@ from pathlib import Path
 import pytest
 
 import deepspeed_keys
+import house
 import onefold
 from onefold import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "src" / "onefold"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", PACKAGE / "README.md", *sorted(DOCS.rglob("*.md"))]
 HOWTO = [page for page in PAGES if page.parent.name == "howto"]
 DECISIONS = [page for page in PAGES if page.parent.name == "decisions" and not page.name.startswith("0000")]
 
@@ -164,32 +164,49 @@ def test_a_decision_has_the_parts_of_the_template(page):
     assert parts[0] == parts[1]
 
 
-# --- notes
+# --- how it works inside
+
+ARCHITECTURE = DOCS / "architecture.md"
+MOST_WORDS = 1500
+NOT_YET = {"activations/"}
+"""Rooms that the page sends a change to and that come with the first such change."""
 
 
-def notes():
-    """(essays by the file they stand in, names that anything cites)."""
-    essays, cited = {}, set()
-    for path in PACKAGE.rglob("*.py"):
-        text = path.read_text()
-        written = re.findall(r"^\[Note: ([^\]]+)\]$", ast.get_docstring(ast.parse(text)), re.MULTILINE)
-        essays.update(dict.fromkeys(written, path.relative_to(PACKAGE).as_posix()))
-        cited.update(re.findall(r"\[Note: ([^\]]+)\]", text))
-    return essays, cited
+def test_the_picture_of_the_house_is_drawn_from_the_code():
+    drawn = house.draw(house.reduced(house.graph()))
+    assert house.SVG.read_text() == drawn, "run: python scripts/house.py"
 
 
-def test_architecture_points_to_every_note_and_to_no_other():
-    essays, _ = notes()
-    text = (DOCS / "architecture.md").read_text()
-    pointers = dict(re.findall(r"\[Note: ([^\]]+)\]`[^`|]*\| `([\w/]+\.py)`", text))
-    assert pointers == essays
+def test_the_tables_of_the_house_are_those_that_the_code_gives():
+    text = ARCHITECTURE.read_text()
+    assert house.page(text) == text, "run: python scripts/house.py"
+    assert all(f"| `{room.replace('.', '/')}` |" in text for room in house.levels(house.graph()) if room != house.ROOF)
+
+
+def test_the_architecture_can_be_read_in_ten_minutes():
+    assert sum(bool(re.search(r"\w", word)) for word in ARCHITECTURE.read_text().split()) <= MOST_WORDS
+
+
+def test_files_that_the_architecture_names_are_there():
+    paths = set(re.findall(r"`([\w*]+/[\w*/]*(?:\.py)?)`", ARCHITECTURE.read_text()))
+    there = {path for path in paths if any(PACKAGE.glob(path)) or (ROOT / path).exists()}
+    assert paths - there <= NOT_YET
+
+
+def test_names_that_the_architecture_uses_are_defined():
+    names = set(re.findall(r"`(\w+)(?:\(\))?`", ARCHITECTURE.read_text()))
+    names -= {path.name for path in PACKAGE.rglob("*") if path.is_dir()} | house.ROOMS.keys()
+    code = "\n".join(path.read_text() for path in (*PACKAGE.rglob("*.py"), house.TABLE))
+    forms = r"^\s*(class|def|import) {0}\b|^{0}\b.* = "
+    assert [name for name in names if not re.search(forms.format(name), code, re.MULTILINE)] == []
 
 
 def test_every_note_that_code_and_pages_cite_is_written():
-    essays, cited = notes()
-    for page in PAGES:
-        cited.update(re.findall(r"\[Note: ([^\]]+)\]", page.read_text()))
-    assert cited == set(essays)
+    essays = {title for titles in house.notes().values() for title in titles}
+    cited = set()
+    for path in (*PACKAGE.rglob("*.py"), *PAGES):
+        cited.update(re.findall(r"\[Note: ([^\]]+)\]", path.read_text()))
+    assert cited == essays
 
 
 # --- the how-tos

@@ -23,7 +23,7 @@ from onefold.cli.main import app
 from onefold.deepspeed.schedules import WarmupLR
 from onefold.errors import CheckpointError
 from onefold.interop.imports import import_deepspeed
-from onefold.interop.imports.deepspeed import Place, reader
+from onefold.interop.imports.deepspeed import Extent, reader
 from plans import NAMED_PLANS
 from ranks import needs_deepspeed
 
@@ -370,6 +370,6 @@ def test_an_import_holds_one_parameter_at_a_time(ranks, tmp_path):
 
 def test_elements_are_found_across_partitions():
     tensors = [torch.arange(0.0, 4.0), torch.arange(4.0, 8.0)]
-    read = reader(tensors, [Place(0, 1, 0, 3), Place(1, 0, 3, 2)])
+    read = reader(tensors, [Extent(0, 1, 0, 3), Extent(1, 0, 3, 2)])
     assert read(0, 5).tolist() == [1, 2, 3, 4, 5]
     assert [read(start, start + 2).tolist() for start in range(4)] == [[1, 2], [2, 3], [3, 4], [4, 5]]

@@ -10,11 +10,11 @@ from onefold.cli import main
 from onefold.errors import LaunchError
 from onefold.launch import failure_report
 from onefold.launch.cluster import env_forwarding, hostfile
-from onefold.launch.cluster.hostfile import Host
+from onefold.launch.cluster.hostfile import Machine
 from onefold.system import affinity
 from onefold.system.cores import quota
 
-POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1))]
+POOL = [Machine("worker-0", (0, 1, 2, 3)), Machine("worker-1", (0, 1))]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1))]
     [
         ("worker-0 slots=4\nworker-1 slots=2\n", POOL),
         ("# pool\n\n  worker-0\tslots=4 # big\n \nworker-1 slots=2", POOL),
-        ("me@10.0.0.1 slots=1\r\n", [Host("me@10.0.0.1", (0,))]),
+        ("me@10.0.0.1 slots=1\r\n", [Machine("me@10.0.0.1", (0,))]),
         ("\ufeffworker-0 slots=4\nworker-1 slots=2", POOL),  # as Windows' editors begin a file
     ],
 )
@@ -76,7 +76,7 @@ def test_a_wrong_line_is_named_with_file_and_number(tmp_path, text, said):
     ids=str,
 )
 def test_hosts_and_slots_are_chosen_as_deepspeed_does(asked, slots):
-    wanted = [Host(host.name, chosen) for host, chosen in zip(POOL, slots, strict=True) if chosen]
+    wanted = [Machine(host.name, chosen) for host, chosen in zip(POOL, slots, strict=True) if chosen]
     assert hostfile.choose(POOL, **asked) == wanted
 
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from onefold.cli import main
-from onefold.cli.report import report
+from onefold.cli.report import machine_report
 
 PARTS = ["versions", "machine", "cards", "links", "kernels", "missing"]
 
@@ -58,7 +58,7 @@ def test_a_job_script_can_ask_whether_a_configuration_can_be_used(tmp_path, text
 def test_what_is_missing_comes_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    missing = parts(report())["missing"]
+    missing = parts(machine_report())["missing"]
     assert any(line.startswith("GPUs: ") for line in missing)
     assert "torch.compile: a C++ compiler (g++)" in missing
 
@@ -68,12 +68,12 @@ def test_a_part_that_cannot_be_found_out_says_so_and_the_rest_is_there(monkeypat
         raise OSError("no /proc")
 
     monkeypatch.setattr(psutil, "virtual_memory", broken)
-    found = parts(report())
+    found = parts(machine_report())
     assert list(found) == PARTS
     assert found["machine"] == ["not to be found out: OSError: no /proc"]
 
 
 def test_a_report_names_no_user_and_no_host():
-    text = report()
+    text = machine_report()
     assert socket.gethostname() not in text.split()
     assert f"/{getpass.getuser()}/" not in text

@@ -64,7 +64,7 @@ class _Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
+class _RankResult:
     """What one rank's call came to: a value, or an error with its traceback as text."""
 
     value: Any = None
@@ -72,7 +72,7 @@ class _Outcome:
     trace: str = ""
 
 
-class _Worker:
+class _RankProcess:
     """One process that acts as one rank: a connection for tasks and outcomes, a pipe for its stack on request."""
 
     def __init__(self, rank: int) -> None:
@@ -97,13 +97,13 @@ class _Worker:
                 "uses RankPool needs `if __name__ == '__main__':` around what must not run again in the workers"
             ) from error
 
-    def outcome(self) -> _Outcome:
+    def outcome(self) -> _RankResult:
         """The outcome that is waiting, or an error that names the exit code when the process has died."""
         try:
             return _unpickled(self.tasks.recv_bytes())
         except (EOFError, ConnectionError):
             died = RankError(f"rank {self.rank}: its process died in mid-run (exit code {self.exit_code()})")
-            return _Outcome(error=died)
+            return _RankResult(error=died)
 
     def exit_code(self) -> int | None:
         self.process.join(_DEATH_S)
@@ -139,17 +139,17 @@ class Workers:
     """Worker processes by rank, started when first needed. Pools of several sizes may share them, one run at a time."""
 
     def __init__(self) -> None:
-        self._workers: list[_Worker] = []
+        self._workers: list[_RankProcess] = []
         self._meetings: tempfile.TemporaryDirectory[str] | None = None
         self._runs = 0
 
-    def take(self, num_ranks: int) -> list[_Worker]:
+    def take(self, num_ranks: int) -> list[_RankProcess]:
         """The first `num_ranks` workers, all ready."""
-        started = [_Worker(rank) for rank in range(len(self._workers), num_ranks)]
+        started = [_RankProcess(rank) for rank in range(len(self._workers), num_ranks)]
         for rank, worker in enumerate(self._workers):
             if worker.is_worn:
                 worker.kill()
-                self._workers[rank] = _Worker(rank)
+                self._workers[rank] = _RankProcess(rank)
                 started.append(self._workers[rank])
         self._workers += [worker for worker in started if worker.rank >= len(self._workers)]
         for worker in started:
@@ -235,11 +235,11 @@ class RankPool:
         self.close()
 
 
-def _outcomes(workers: Sequence[_Worker], timeout_s: float, grace_s: float) -> dict[int, _Outcome]:
+def _outcomes(workers: Sequence[_RankProcess], timeout_s: float, grace_s: float) -> dict[int, _RankResult]:
     """Outcomes by rank, as they came in. After a first error the others get only a short grace, and may be missing."""
     deadline = time.monotonic() + timeout_s
     running = list(workers)
-    outcomes: dict[int, _Outcome] = {}
+    outcomes: dict[int, _RankResult] = {}
     while running:
         ready = wait([worker.tasks for worker in running], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -256,7 +256,7 @@ def _outcomes(workers: Sequence[_Worker], timeout_s: float, grace_s: float) -> d
     return outcomes
 
 
-def _leave(workers: Sequence[_Worker], patience_s: float) -> list[str]:
+def _leave(workers: Sequence[_RankProcess], patience_s: float) -> list[str]:
     """Take the process group down on every rank; returns the ranks that cannot, since a collective holds them.
 
     Only now that all ranks have returned: leaving while a peer still reads from the group could cut that peer off.
@@ -276,7 +276,7 @@ def _leave(workers: Sequence[_Worker], patience_s: float) -> list[str]:
     return stuck
 
 
-def _raise_first(outcomes: dict[int, _Outcome], num_ranks: int) -> None:
+def _raise_first(outcomes: dict[int, _RankResult], num_ranks: int) -> None:
     """Raise what the first rank that failed raised; every different traceback goes along as a note."""
     failed = [(rank, outcome.error, outcome.trace) for rank, outcome in outcomes.items() if outcome.error is not None]
     if not failed:
@@ -333,7 +333,7 @@ def _attempt(rank: int, task: _Task) -> bytes:
             )
         torch.manual_seed(0)
         fn, args = pickle.loads(task.call)
-        return pickle.dumps(_Outcome(value=fn(rank, task.num_ranks, *args)))
+        return pickle.dumps(_RankResult(value=fn(rank, task.num_ranks, *args)))
     except BaseException as error:  # SystemExit in a task is that task's failure, not the worker's end
         return _failure(rank, error)
 
@@ -343,14 +343,14 @@ def _failure(rank: int, error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
-            packed = pickle.dumps(_Outcome(error=error, trace=trace))
+            packed = pickle.dumps(_RankResult(error=error, trace=trace))
             pickle.loads(packed)
             return packed
-    return pickle.dumps(_Outcome(error=RankError(f"rank {rank}: {type(error).__name__}: {error}"), trace=trace))
+    return pickle.dumps(_RankResult(error=RankError(f"rank {rank}: {type(error).__name__}: {error}"), trace=trace))
 
 
-def _unpickled(data: bytes) -> _Outcome:
+def _unpickled(data: bytes) -> _RankResult:
     outcome = pickle.loads(data)
-    if not isinstance(outcome, _Outcome):
+    if not isinstance(outcome, _RankResult):
         raise RankError(f"a worker sent {type(outcome).__name__} where an outcome was expected")
     return outcome

@@ -1,1 +1,1 @@
-"""The room of the command `onefold`: a file in `commands` is a command. May import everything."""
+"""The room of the command line: `onefold COMMAND`, a file in `commands` for each command. May import everything."""

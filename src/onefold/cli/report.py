@@ -22,7 +22,7 @@ _PACKAGES = ("onefold", "torch", "triton", "numpy", "transformers", "accelerate"
 _GIB = 1 << 30
 
 
-def report() -> str:
+def machine_report() -> str:
     """The report, one fact a line, in parts."""
     parts = {"versions": _versions, "machine": _machine, "cards": _cards, "links": _links, "kernels": _kernels}
     missing: list[str] = []

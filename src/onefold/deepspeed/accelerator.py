@@ -157,7 +157,7 @@ class Cuda(Accelerator):
         return int(torch.cuda.get_device_properties(torch.device(self.device_name(device_index))).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Of the device: what nobody has taken."""
+        """Of the device: what no process has taken."""
         return int(torch.cuda.mem_get_info(device_index)[0])
 
 

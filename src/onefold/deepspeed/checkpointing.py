@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.errors import ConfigError
 
 _NO_GROUP = "there is no model-parallel group for it to split over"
@@ -72,7 +72,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-get_cuda_rng_tracker = refused("checkpointing.get_cuda_rng_tracker", _NO_GROUP, "torch's own generators")
-partition_activations_in_checkpoint = refused(
+get_cuda_rng_tracker = unsupported("checkpointing.get_cuda_rng_tracker", _NO_GROUP, "torch's own generators")
+partition_activations_in_checkpoint = unsupported(
     "checkpointing.partition_activations_in_checkpoint", _NO_GROUP, "checkpoint, which keeps a layer's input alone"
 )

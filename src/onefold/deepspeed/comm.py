@@ -37,7 +37,7 @@ from torch.distributed import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.deepspeed.world import init_distributed, local_rank
 from onefold.errors import ConfigError
 
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 _LOG = ("collectives are not logged", "torch.profiler, whose traces have a label for each collective")
-log_summary = refused("comm.log_summary", *_LOG)
+log_summary = unsupported("comm.log_summary", *_LOG)
 allgather_fn = all_gather_into_tensor
 reduce_scatter_fn = reduce_scatter_tensor
 inference_all_reduce = all_reduce

@@ -3,8 +3,8 @@
 from typing import Annotated, ClassVar
 
 from onefold.deepspeed import sections as s
-from onefold.deepspeed.fates import Section, honoured, ignored, refused
-from onefold.deepspeed.optim import Optimizer, Scheduler
+from onefold.deepspeed.key_support import Section, honoured, ignored, refused
+from onefold.deepspeed.optimizer_sections import OptimizerSection, SchedulerSection
 from onefold.deepspeed.values import (
     Anything,
     Count,
@@ -43,8 +43,8 @@ class Config(Section):
     bf16: s.BF16 | None = None
     torch_autocast: s.Autocast | None = None
     data_types: s.DataTypes | None = None
-    optimizer: Optimizer | None = None
-    scheduler: Scheduler | None = None
+    optimizer: OptimizerSection | None = None
+    scheduler: SchedulerSection | None = None
     communication_data_type: s.DType = honoured(None, "Precision(reduce=...)")
     fp32_allreduce: Flag = honoured(False, 'Precision(reduce="fp32")')
     dataloader_drop_last: Flag = honoured(False, "drop_last of the loader that initialize(training_data=) makes")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from onefold.deepspeed.config import Config
-from onefold.deepspeed.division import Division, already_divided
 from onefold.deepspeed.loader import DeepSpeedDataLoader, make_loader
-from onefold.deepspeed.names import told
+from onefold.deepspeed.loss_division import LossDivision, already_divided
 from onefold.deepspeed.saves import Saves
 from onefold.deepspeed.spec import Translation
+from onefold.deepspeed.unsupported_names import missing_attribute
 from onefold.engine.hooks import change_entering
 from onefold.engine.session import session_of
 from onefold.errors import EngineError
@@ -76,7 +76,7 @@ class DeepSpeedEngine(Saves):
         self.global_rank, self.world_size, self.dp_world_size = session.comm.rank, *[session.comm.num_ranks] * 2
         self.mp_world_size, self.mpu = 1, None
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
-        self._micro_batch, self._division = setup.translation.micro_batch, Division(setup.translation.accumulation)
+        self._micro_batch, self._division = setup.translation.micro_batch, LossDivision(setup.translation.accumulation)
         self._train_batch = setup.translation.train_batch
         self._given_boundary: bool | None = None
         self._num_backwards = self._num_no_sync = 0
@@ -362,7 +362,7 @@ class DeepSpeedEngine(Saves):
         module = vars(self).get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
-        raise AttributeError(told(name))
+        raise AttributeError(missing_attribute(name))
 
 
 def _shown(value: Any) -> str:

@@ -11,11 +11,11 @@ from torch import nn
 from onefold.comm.comm import start
 from onefold.comm.process_groups import all_ranks
 from onefold.deepspeed.accelerator import get_accelerator
-from onefold.deepspeed.client import brought, scheduler_of
+from onefold.deepspeed.auto_values import Given
+from onefold.deepspeed.client_optimizer import choose_optimizer, choose_scheduler
+from onefold.deepspeed.ds_attributes import add_ds_attributes
 from onefold.deepspeed.engine import DeepSpeedEngine, Setup
-from onefold.deepspeed.given import Given
 from onefold.deepspeed.loader import DeepSpeedDataLoader
-from onefold.deepspeed.marks import mark
 from onefold.deepspeed.source import Source, read
 from onefold.deepspeed.spec import Translation
 from onefold.deepspeed.translate import examine, translate
@@ -69,11 +69,11 @@ def initialize(
     source = _configuration(args, config, config_params)
     given = _given(module, dist_init_required)
     translation = _translated(source, given)
-    what = brought(module, optimizer, model_parameters, translation)
-    setup = Setup(translation, walk(source, given).config, source.values, local_rank(), what.client, collate_fn)
+    chosen = choose_optimizer(module, optimizer, model_parameters, translation)
+    setup = Setup(translation, walk(source, given).config, source.values, local_rank(), chosen.client, collate_fn)
     sharded = _sharded(module, translation)
-    built = what.build(sharded, translation.max_grad_norm)
-    engine = DeepSpeedEngine(sharded, built, scheduler_of(lr_scheduler, built, what, translation), setup)
+    built = chosen.build(sharded, translation.max_grad_norm)
+    engine = DeepSpeedEngine(sharded, built, choose_scheduler(lr_scheduler, built, chosen, translation), setup)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if training_data is not None:
@@ -93,7 +93,7 @@ def _translated(source: Source, given: Given) -> Translation:
 def _sharded(module: nn.Module, translation: Translation) -> nn.Module:
     if translation.plan.params.partitioned:
         for number, param in enumerate(module.parameters()):
-            mark(param, number)
+            add_ds_attributes(param, number)
     # As in DeepSpeed, a model on the host goes to the accelerator; shard moves it there in parts.
     with torch.device(get_accelerator().current_device_name()):
         return shard(module, **translation.shard_arguments)

@@ -43,7 +43,7 @@ _REASONS = {  # by what a module's name starts with
 }
 
 
-class _Description(Distribution):
+class _AliasDistribution(Distribution):
     """What importlib.metadata says of `deepspeed`."""
 
     def read_text(self, filename: str) -> str | None:
@@ -58,7 +58,7 @@ class _Description(Distribution):
         return Path(__file__).parent / str(path)
 
 
-class _Same(Loader):
+class _AliasLoader(Loader):
     """Loads `deepspeed.x` by importing `onefold.deepspeed.x`."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -72,8 +72,8 @@ class _Same(Loader):
             module.__spec__ = spec.loader_state  # importlib put its own in its place
 
 
-class Stead(MetaPathFinder):
-    """Finds `deepspeed` and what is in it, before anybody else."""
+class DeepSpeedFinder(MetaPathFinder):
+    """Finds `deepspeed` and what is in it, before other finders do."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -87,12 +87,12 @@ class Stead(MetaPathFinder):
             told = f"onefold.deepspeed has nothing for {fullname}" + "".join(f": {why}" for why in reasons)
             raise ModuleNotFoundError(told, name=fullname)
         # All are packages here: then what is looked for inside a plain module is looked for, and refused, here too.
-        return ModuleSpec(fullname, _Same(), origin=ours.origin, is_package=True)
+        return ModuleSpec(fullname, _AliasLoader(), origin=ours.origin, is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
         wanted = (context or DistributionFinder.Context()).name
         if wanted is None or str(wanted).lower() == _NAME:
-            yield _Description()
+            yield _AliasDistribution()
 
 
 def install() -> None:
@@ -103,7 +103,7 @@ def install() -> None:
     Raises:
         ConfigError: the real deepspeed is imported already, or a library looked for one and found none.
     """
-    if any(isinstance(finder, Stead) for finder in sys.meta_path):
+    if any(isinstance(finder, DeepSpeedFinder) for finder in sys.meta_path):
         return
     real = sys.modules.get(_NAME)
     if real is not None and real is not sys.modules.get(_OURS):
@@ -117,4 +117,4 @@ def install() -> None:
             f"{late[0]} looked for deepspeed before, and found none; call onefold.deepspeed.install() before anything "
             "imports it"
         )
-    sys.meta_path.insert(0, Stead())
+    sys.meta_path.insert(0, DeepSpeedFinder())

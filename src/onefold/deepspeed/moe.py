@@ -1,5 +1,5 @@
 """DeepSpeed's package `moe`, refused."""
 
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.unsupported_names import unsupported
 
-MoE = refused("moe.MoE", "there is no expert parallelism", "a mixture of experts of plain modules, under stage 3")
+MoE = unsupported("moe.MoE", "there is no expert parallelism", "a mixture of experts of plain modules, under stage 3")

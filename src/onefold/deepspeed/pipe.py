@@ -1,9 +1,9 @@
 """DeepSpeed's module `pipe`, refused."""
 
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.unsupported_names import unsupported
 
 _WHY = ("there is no pipeline parallelism", "stage 3, for a model that does not fit")
-PipelineModule = refused("pipe.PipelineModule", *_WHY)
-LayerSpec = refused("pipe.LayerSpec", *_WHY)
-TiedLayerSpec = refused("pipe.TiedLayerSpec", *_WHY)
-ProcessTopology = refused("pipe.ProcessTopology", *_WHY)
+PipelineModule = unsupported("pipe.PipelineModule", *_WHY)
+LayerSpec = unsupported("pipe.LayerSpec", *_WHY)
+TiedLayerSpec = unsupported("pipe.TiedLayerSpec", *_WHY)
+ProcessTopology = unsupported("pipe.ProcessTopology", *_WHY)

@@ -1,7 +1,7 @@
 """Owns what an engine answers about its configuration, by the names of DeepSpeed's engine.
 
-Invariant: an answer is what was asked for and is carried out; names that would ask for what does not exist here are not
-there, and `names.py` says so.
+Invariant: an answer is what the configuration asked for and the engine carries out. Names that would ask for what does
+not exist here are in `unsupported_names.py`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from onefold.deepspeed.config import Config
-from onefold.deepspeed.optim import OPTIMIZERS
+from onefold.deepspeed.optimizer_sections import OPTIMIZERS
 from onefold.deepspeed.spec import Translation
 from onefold.plan.precision import DynamicLossScale
 from onefold.plan.table import Tier

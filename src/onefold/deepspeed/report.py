@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from textwrap import wrap
 
-from onefold.deepspeed.batch import BATCH_KEYS
-from onefold.deepspeed.fates import Section, Switched, fate_of
-from onefold.deepspeed.given import Given
-from onefold.deepspeed.optim import OPTIMIZERS, SCHEDULERS
-from onefold.deepspeed.placing import plan_name
+from onefold.deepspeed.auto_values import Given
+from onefold.deepspeed.key_support import Section, Switched, support_of
+from onefold.deepspeed.optimizer_sections import OPTIMIZERS, SCHEDULERS
+from onefold.deepspeed.to_batch import BATCH_KEYS
+from onefold.deepspeed.to_plan import plan_name
 from onefold.deepspeed.translate import Configuration, Outcome, Verdict, VerdictWord, examine
 from onefold.deepspeed.values import said
 from onefold.deepspeed.walk import declared
@@ -108,17 +108,17 @@ def manual() -> Iterator[tuple[str, str, str, str]]:
     A key whose meaning depends on the type of the optimizer or the schedule has the types in its path.
     """
     for path, section, name in declared():
-        fate = fate_of(section, name)
+        support = support_of(section, name)
         field = section.model_fields[name]
         if issubclass(section, Switched):
             if name == "enabled":
-                yield path, "false", "refused if true", f"{section.fate.why}; nearest: {section.fate.nearest}"
-        elif fate is not None:
+                yield path, "false", "refused if true", f"{section.support.why}; nearest: {section.support.nearest}"
+        elif support is not None:
             default = "required" if field.is_required() else said(field.get_default(call_default_factory=True))
-            word = f"{fate.word} unless default" if fate.word == "refused" else fate.word
+            word = f"{support.word} unless default" if support.word == "refused" else support.word
             types = ", ".join(_types(section))
             here = f"{path} ({types})" if types else path
-            yield here, default, word, f"{fate.why}; nearest: {fate.nearest}" if fate.nearest else fate.why
+            yield here, default, word, f"{support.why}; nearest: {support.nearest}" if support.nearest else support.why
 
 
 def _types(section: type[Section]) -> list[str]:

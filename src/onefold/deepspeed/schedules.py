@@ -16,7 +16,7 @@ from onefold.errors import ConfigError
 PerGroup = float | Sequence[float]
 
 
-class Schedule:
+class LearningRateSchedule:
     """Base: counts steps and writes learning rates into `optimizer.param_groups`.
 
     Args:
@@ -94,7 +94,7 @@ class _Warmup:
         return math.log(step + 1) / math.log(self.steps) if self.kind == "log" else step / self.steps
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LearningRateSchedule):
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` (at least 2), then constant.
 
     Args:
@@ -151,7 +151,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup.steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LearningRateSchedule):
     """The groups' own rates times a ratio: from `warmup_min_ratio` up to 1, then as a cosine down to `cos_min_ratio`.
 
     Before the first `step()` the rates are 0.
@@ -190,7 +190,7 @@ class WarmupCosineLR(Schedule):
         return [own * self.ratio(step) for own in self.own_lrs]
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LearningRateSchedule):
     """`min_lr * (1 + rate * (step + 1) / size)`: how high a learning rate may be. With `staircase`, in whole sizes."""
 
     def __init__(
@@ -217,7 +217,7 @@ class LRRangeTest(Schedule):
         return [low * growth for low in self.min_lrs]
 
 
-class OneCycle(Schedule):
+class OneCycle(LearningRateSchedule):
     """Up from `cycle_min_lr` to `cycle_max_lr`, down again, then decay; the first beta goes the other way.
 
     Args:
@@ -311,6 +311,6 @@ class OneCycle(Schedule):
             group["betas"] = betas
 
 
-SCHEDULES: Mapping[str, type[Schedule]] = {
+SCHEDULES: Mapping[str, type[LearningRateSchedule]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from onefold.deepspeed.fates import Fate, Section, Switched, adapted, honoured, ignored, refused
+from onefold.deepspeed.key_support import Section, Support, Switched, adapted, honoured, ignored, refused
 from onefold.deepspeed.values import (
     Anything,
     Count,
@@ -127,7 +127,7 @@ class ParallelWrite(Section):
     pipeline_stage: Flag = ignored(False, "every rank writes its own part")
 
 
-class Writer(Section):
+class CheckpointWriter(Section):
     """`checkpoint.writer`."""
 
     type: Text = ignored("FAST", _FILES)
@@ -147,7 +147,7 @@ class Checkpoint(Section):
     load_universal: Flag = ignored(False, "every checkpoint loads at any number of ranks")
     use_node_local_storage: Flag = refused(False, "a checkpoint is one folder that all ranks can reach", "false")
     parallel_write: ParallelWrite | None = None
-    writer: Writer | None = None
+    writer: CheckpointWriter | None = None
     checkpoint_serialization: Flag = ignored(True, _FILES)
 
 
@@ -169,17 +169,17 @@ class Compile(Section):
     double_buffer: Flag = ignored(True, "how much is gathered ahead is prefetch_bytes")
     symmetric_memory: Flag = ignored(False, "collectives are those of the process group")
     debug_log: Flag = ignored(False, _LOG)
-    sync_before_reduce: Flag = ignored(False, "whoever reads waits, and nobody else")
-    sync_after_reduce: Flag = ignored(False, "whoever reads waits, and nobody else")
-    sync_before_allgather: Flag = ignored(False, "whoever reads waits, and nobody else")
-    sync_after_allgather: Flag = ignored(False, "whoever reads waits, and nobody else")
+    sync_before_reduce: Flag = ignored(False, "a stream that reads a value waits for it; no other stream does")
+    sync_after_reduce: Flag = ignored(False, "a stream that reads a value waits for it; no other stream does")
+    sync_before_allgather: Flag = ignored(False, "a stream that reads a value waits for it; no other stream does")
+    sync_after_allgather: Flag = ignored(False, "a stream that reads a value waits for it; no other stream does")
     keep_int_input_tensors: Flag = ignored(True, "torch.compile sees the inputs themselves")
     keep_all_input_tensors: Flag = ignored(False, "torch.compile sees the inputs themselves")
     passes: MaybeTexts = refused(None, "blocks are compiled without passes of their own", "leave it out", ([],))
 
 
-def _off(why: str, nearest: str) -> Fate:
-    return Fate("refused", why, nearest)
+def _off(why: str, nearest: str) -> Support:
+    return Support("refused", why, nearest)
 
 
 _MONITOR = _off("nothing is written to monitors", "false, and log the loss and optimizer.grad_norm in the script")
@@ -188,7 +188,7 @@ _MONITOR = _off("nothing is written to monitors", "false, and log the loss and o
 class TensorBoard(Switched):
     """`tensorboard`."""
 
-    fate: ClassVar[Fate] = _MONITOR
+    support: ClassVar[Support] = _MONITOR
     enabled: Flag = False
     output_path: MaybeText = None
     job_name: MaybeText = None
@@ -201,7 +201,7 @@ class CSVMonitor(TensorBoard):
 class Wandb(Switched):
     """`wandb`."""
 
-    fate: ClassVar[Fate] = _MONITOR
+    support: ClassVar[Support] = _MONITOR
     enabled: Flag = False
     group: MaybeText = None
     team: MaybeText = None
@@ -211,7 +211,7 @@ class Wandb(Switched):
 class Comet(Switched):
     """`comet`."""
 
-    fate: ClassVar[Fate] = _MONITOR
+    support: ClassVar[Support] = _MONITOR
     enabled: Flag = False
     samples_log_interval: Positive = 100
     project: MaybeText = None
@@ -226,7 +226,7 @@ class Comet(Switched):
 class Elasticity(Switched):
     """`elasticity`."""
 
-    fate: ClassVar[Fate] = _off(
+    support: ClassVar[Support] = _off(
         "batch sizes are not chosen anew when ranks come or go", "false, with batch sizes given"
     )
     enabled: Flag = False
@@ -246,7 +246,7 @@ class Elasticity(Switched):
 class Autotuning(Switched):
     """`autotuning`."""
 
-    fate: ClassVar[Fate] = _off("there is no autotuner", "false, and plan_for to choose a plan")
+    support: ClassVar[Support] = _off("there is no autotuner", "false, and plan_for to choose a plan")
     enabled: Flag = False
     fast: Flag = True
     results_dir: MaybeText = None
@@ -274,7 +274,7 @@ class Amp(Switched):
     """`amp`."""
 
     default_on_auto: ClassVar[bool] = True
-    fate: ClassVar[Fate] = _off("Apex is not used", "fp16.enabled or bf16.enabled")
+    support: ClassVar[Support] = _off("Apex is not used", "fp16.enabled or bf16.enabled")
     enabled: Flag = False
     opt_level: Text = "O1"
     loss_scale: Anything = None
@@ -286,7 +286,9 @@ class Amp(Switched):
 class HybridEngine(Switched):
     """`hybrid_engine`."""
 
-    fate: ClassVar[Fate] = _off("there is no second engine for generating", "false, with onefold.gathered around it")
+    support: ClassVar[Support] = _off(
+        "there is no second engine for generating", "false, with onefold.gathered around it"
+    )
     enabled: Flag = False
     max_out_tokens: Positive = 512
     inference_tp_size: Positive = 1
@@ -299,7 +301,7 @@ class HybridEngine(Switched):
 class LayerDrop(Switched):
     """`progressive_layer_drop`."""
 
-    fate: ClassVar[Fate] = _off("layers are not dropped during training", "false")
+    support: ClassVar[Support] = _off("layers are not dropped during training", "false")
     enabled: Flag = False
     theta: Number = 0.5
     gamma: Number = 0.001
@@ -308,7 +310,7 @@ class LayerDrop(Switched):
 class DataEfficiency(Switched):
     """`data_efficiency`."""
 
-    fate: ClassVar[Fate] = _off("data sampling and token dropping are the script's", "false")
+    support: ClassVar[Support] = _off("data sampling and token dropping are the script's", "false")
     enabled: Flag = False
     seed: Count = 1234
     data_sampling: MaybeFree = None
@@ -318,7 +320,7 @@ class DataEfficiency(Switched):
 class Curriculum(Switched):
     """`curriculum_learning`."""
 
-    fate: ClassVar[Fate] = _off("the order of the data is the script's", "false")
+    support: ClassVar[Support] = _off("the order of the data is the script's", "false")
     enabled: Flag = False
     curriculum_type: MaybeText = None
     min_difficulty: MaybeCount = None
@@ -330,7 +332,7 @@ class Curriculum(Switched):
 class Eigenvalue(Switched):
     """`eigenvalue`."""
 
-    fate: ClassVar[Fate] = _off("quantized training is not supported", "false")
+    support: ClassVar[Support] = _off("quantized training is not supported", "false")
     enabled: Flag = False
     verbose: Flag = False
     max_iter: Positive = 100
@@ -344,7 +346,7 @@ class Eigenvalue(Switched):
 class Nebula(Switched):
     """`nebula`."""
 
-    fate: ClassVar[Fate] = _off("checkpoints go to a folder", "false")
+    support: ClassVar[Support] = _off("checkpoints go to a folder", "false")
     enabled: Flag = False
     persistent_storage_path: MaybeText = None
     persistent_time_interval: Count = 100

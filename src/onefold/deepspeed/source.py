@@ -93,7 +93,7 @@ def _check_text(text: str, path: str) -> None:
 
 
 def _wrong_in(text: str) -> str | None:
-    """Halves of surrogate pairs: nobody can print them, not even a message."""
+    """What is wrong with half of a surrogate pair: it cannot be printed, not even in a message. None: there is none."""
     return f"{ascii(text)[:80]} holds half of a surrogate pair, which is no character" if _HALF.search(text) else None
 
 

@@ -1,4 +1,4 @@
-"""Owns what a configuration comes out as: values of Onefold's public surface, ready to be used.
+"""Owns what a configuration becomes: values of Onefold's public surface, ready to be used.
 
 Invariant: a `Translation` that exists can be carried out; nothing in it is "auto" or unsupported.
 """

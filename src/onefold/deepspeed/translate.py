@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from onefold.deepspeed.batch import batch_of
-from onefold.deepspeed.formats import autocast_of, precision_of
-from onefold.deepspeed.given import Given
-from onefold.deepspeed.placing import plan_of, prefetch_of
-from onefold.deepspeed.rule import optimizer_of, scheduler_of
+from onefold.deepspeed.auto_values import Given
 from onefold.deepspeed.sections import Compile
 from onefold.deepspeed.source import Source, read
 from onefold.deepspeed.spec import Translation
+from onefold.deepspeed.to_batch import batch_of
+from onefold.deepspeed.to_optimizer import optimizer_of, scheduler_of
+from onefold.deepspeed.to_plan import plan_of, prefetch_of
+from onefold.deepspeed.to_precision import autocast_of, precision_of
 from onefold.deepspeed.values import said
-from onefold.deepspeed.walk import Key, Problem, Reading, walk
+from onefold.deepspeed.walk import Findings, Key, Problem, walk
 from onefold.deepspeed.zero_section import Zero
 from onefold.errors import ConfigError
 
@@ -75,16 +75,16 @@ def examine(config: Configuration, given: Given | None = None) -> Outcome:
     Raises:
         ConfigError: the text cannot be read at all.
     """
-    reading = walk(config if isinstance(config, Source) else read(config), given or Given())
-    for key in reading.keys:
+    findings = walk(config if isinstance(config, Source) else read(config), given or Given())
+    for key in findings.keys:
         if _is_refused(key):
-            nearest = f"; nearest: {key.fate.nearest}" if key.fate.nearest else ""
-            reading.refuse(key.written, f"{key.fate.why}{nearest}")
-    preview = _translation(reading)
-    _contradictions(reading)
-    problems = {problem.path: problem for problem in reversed(reading.problems)}
-    verdicts = tuple(_verdict(key, reading, problems) for key in reading.keys)
-    return Outcome(reading.source, verdicts, tuple(reading.problems), reading.open, preview)
+            nearest = f"; nearest: {key.support.nearest}" if key.support.nearest else ""
+            findings.refuse(key.written, f"{key.support.why}{nearest}")
+    preview = _translation(findings)
+    _contradictions(findings)
+    problems = {problem.path: problem for problem in reversed(findings.problems)}
+    verdicts = tuple(_verdict(key, findings, problems) for key in findings.keys)
+    return Outcome(findings.source, verdicts, tuple(findings.problems), findings.open, preview)
 
 
 def translate(config: Configuration, given: Given | None = None) -> Translation:
@@ -100,61 +100,61 @@ def translate(config: Configuration, given: Given | None = None) -> Translation:
     raise ConfigError(f"{outcome.source.name} cannot be used:\n  " + "\n  ".join(lines))
 
 
-def _translation(reading: Reading) -> Translation:
-    config = reading.config
-    precision, plan, batch = precision_of(reading), plan_of(reading), batch_of(reading)
+def _translation(findings: Findings) -> Translation:
+    config = findings.config
+    precision, plan, batch = precision_of(findings), plan_of(findings), batch_of(findings)
     return Translation(
         plan=plan,
         precision=precision,
-        autocast=autocast_of(reading),
-        optimizer=optimizer_of(reading),
-        scheduler=scheduler_of(reading),
+        autocast=autocast_of(findings),
+        optimizer=optimizer_of(findings),
+        scheduler=scheduler_of(findings),
         max_grad_norm=config.gradient_clipping or None,
         micro_batch=batch.micro,
         accumulation=batch.accumulation,
         train_batch=batch.train,
-        prefetch_bytes=prefetch_of(reading, plan, precision),
-        compile=_compiles(reading),
+        prefetch_bytes=prefetch_of(findings, plan, precision),
+        compile=_compiles(findings),
         save_16bit=(config.zero_optimization or Zero()).stage3_gather_16bit_weights_on_model_save,
         drop_last=config.dataloader_drop_last,
         managed=config.managed_gradient_accumulation,
     )
 
 
-def _compiles(reading: Reading) -> bool:
-    section = reading.config.compile or Compile()
+def _compiles(findings: Findings) -> bool:
+    section = findings.config.compile or Compile()
     on, off = section.enabled or section.deepcompile, "disable" in section.model_fields_set and section.disable
     if on and off:
-        reading.refuse("compile.disable", "is true, and compile is on; keep one of them")
+        findings.refuse("compile.disable", "is true, and compile is on; keep one of them")
     return on or not section.disable
 
 
 def _is_refused(key: Key) -> bool:
-    if key.fate.word != "refused" or key.filled is not None:
+    if key.support.word != "refused" or key.filled is not None:
         return False
-    return not any(type(key.value) is type(value) and key.value == value for value in key.fate.harmless)
+    return not any(type(key.value) is type(value) and key.value == value for value in key.support.harmless)
 
 
-def _verdict(key: Key, reading: Reading, problems: Mapping[str, Problem]) -> Verdict:
+def _verdict(key: Key, findings: Findings, problems: Mapping[str, Problem]) -> Verdict:
     if key.written in problems:
         return Verdict(key.written, key.value, "refused", problems[key.written].what)
-    if key.written in reading.open:
-        return Verdict(key.written, key.value, "open", reading.open[key.written])
-    word: VerdictWord = key.fate.word
-    text = key.fate.why
-    if key.fate.word == "refused":
+    if key.written in findings.open:
+        return Verdict(key.written, key.value, "open", findings.open[key.written])
+    word: VerdictWord = key.support.word
+    text = key.support.why
+    if key.support.word == "refused":
         word, text = "ignored", "asks for nothing that is not so anyway"
-    if key.path in reading.notes:
-        word, text = reading.notes[key.path]
+    if key.path in findings.notes:
+        word, text = findings.notes[key.path]
     if key.filled is not None:
         became = "" if key.filled.value is None else f"{said(key.filled.value)}, "
         text = f"auto: {became}{key.filled.source}; {text}"
     return Verdict(key.written, key.value, word, text)
 
 
-def _contradictions(reading: Reading) -> None:
+def _contradictions(findings: Findings) -> None:
     """Refuse what was written and is otherwise in what is given beside it."""
-    given = reading.given
+    given = findings.given
     optimizer, scheduler = "optimizer.params", "scheduler.params"
     known: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": given.micro_batch,
@@ -171,17 +171,17 @@ def _contradictions(reading: Reading) -> None:
         "bf16.enabled": None if given.precision is None else given.precision == "bf16",
     }
     for path, value in known.items():
-        key = reading.key(path)
+        key = findings.key(path)
         if value is None or key is None or key.filled is not None:
             continue
-        found = _found(reading, path)
-        if found is not None and found != value and not any(each.path == key.written for each in reading.problems):
-            reading.refuse(key.written, f"is {said(found)}, and {said(value)} was given; make them one, or write auto")
+        found = _found(findings, path)
+        if found is not None and found != value and not any(each.path == key.written for each in findings.problems):
+            findings.refuse(key.written, f"is {said(found)}, and {said(value)} was given; make them one, or write auto")
 
 
-def _found(reading: Reading, path: str) -> Any:
+def _found(findings: Findings, path: str) -> Any:
     """The checked value at `path`; None if there is none."""
     head, _, name = path.rpartition(".")
-    sections = {"optimizer.params": reading.optimizer, "scheduler.params": reading.scheduler}
-    section = sections[head] if head in sections else getattr(reading.config, head) if head else reading.config
+    sections = {"optimizer.params": findings.optimizer, "scheduler.params": findings.scheduler}
+    section = sections[head] if head in sections else getattr(findings.config, head) if head else findings.config
     return getattr(section, name, None)

@@ -27,14 +27,11 @@ def said(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _refuse(expected: str, value: Any) -> PydanticCustomError:
-    hint = ""
+def _refuse(expected: str, value: Any, hint: str = "") -> PydanticCustomError:
     if isinstance(value, str) and value == "auto":
         hint = ': nothing fills in "auto" here'
     elif isinstance(value, str) and value.strip().lower() in ("true", "false"):
         hint = f": write {value.strip().lower()} without quotes"
-    elif "true or false" in expected and isinstance(value, Real) and value in (0, 1):
-        hint = f": write {'true' if value else 'false'}"
     # Braces would be taken for the message's own places.
     return PydanticCustomError("value", "{text}", {"text": f"expected {expected}, not {said(value)}{hint}"})
 
@@ -112,7 +109,8 @@ def _interval(value: Any) -> int | float | None:
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _refuse("true or false", value)
+        is_number = isinstance(value, Real) and value in (0, 1)
+        raise _refuse("true or false", value, f": write {'true' if value else 'false'}" if is_number else "")
     return value
 
 

@@ -12,16 +12,23 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
+from onefold.deepspeed.auto_values import Filled, Given, fill
 from onefold.deepspeed.config import FOREIGN, Config
-from onefold.deepspeed.fates import Fate, Section, Switched, fate_of
-from onefold.deepspeed.given import Filled, Given, fill
-from onefold.deepspeed.optim import OPTIMIZERS, SCHEDULERS, Common, Optimizer, ScheduleParams, Scheduler
+from onefold.deepspeed.key_support import Section, Support, Switched, support_of
+from onefold.deepspeed.optimizer_sections import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    OptimizerParams,
+    OptimizerSection,
+    ScheduleParams,
+    SchedulerSection,
+)
 from onefold.deepspeed.source import Source
 from onefold.deepspeed.values import said
 
-_OFF = Fate("ignored", "part of a section that is off")
-_OF_REFUSED = Fate("ignored", "part of a section that is refused")
-_NULL = Fate("ignored", "null: as if it were not there")
+_OFF = Support("ignored", "part of a section that is off")
+_OF_REFUSED = Support("ignored", "part of a section that is refused")
+_NULL = Support("ignored", "null: as if it were not there")
 NoteWord = Literal["honoured", "adapted", "ignored"]
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -45,13 +52,13 @@ class Key:
     written: str
     path: str
     value: Any
-    fate: Fate
+    support: Support
     filled: Filled | None = None
 
 
 @dataclass(slots=True)
-class Reading:
-    """A configuration that was read: the checked sections, all keys, and all problems.
+class Findings:
+    """What is found in a configuration: the checked sections, all keys, and all problems.
 
     `notes` holds what the translator says of single keys; `open` what has to be given for those that nothing fills in.
     """
@@ -59,7 +66,7 @@ class Reading:
     source: Source
     given: Given
     config: Config = field(default_factory=Config)
-    optimizer: Common | None = None
+    optimizer: OptimizerParams | None = None
     scheduler: ScheduleParams | None = None
     keys: list[Key] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -79,20 +86,20 @@ class Reading:
         return next((key for key in self.keys if key.path == path), None)
 
 
-def walk(source: Source, given: Given) -> Reading:
+def walk(source: Source, given: Given) -> Findings:
     """Check all of `source`. Problems are collected, not raised."""
-    reading = Reading(source, given)
-    clean = _section(reading, source.values, Config, "", "")
+    findings = Findings(source, given)
+    clean = _section(findings, source.values, Config, "", "")
     optimizer, scheduler = clean.get("optimizer"), clean.get("scheduler")
     if isinstance(optimizer, dict) and (chosen := optimizer_section(optimizer.get("type"))):
-        reading.optimizer = _checked(reading, chosen, optimizer.get("params") or {}, "optimizer.params")
+        findings.optimizer = _checked(findings, chosen, optimizer.get("params") or {}, "optimizer.params")
     if isinstance(scheduler, dict) and (kind := SCHEDULERS.get(str(scheduler.get("type")))):
-        reading.scheduler = _checked(reading, kind, scheduler.get("params") or {}, "scheduler.params")
-    reading.config = _checked(reading, Config, clean, "") or Config()
-    return reading
+        findings.scheduler = _checked(findings, kind, scheduler.get("params") or {}, "scheduler.params")
+    findings.config = _checked(findings, Config, clean, "") or Config()
+    return findings
 
 
-def optimizer_section(kind: Any) -> type[Common] | None:
+def optimizer_section(kind: Any) -> type[OptimizerParams] | None:
     """The section of `optimizer.params` for a type, where DeepSpeed names one."""
     return OPTIMIZERS.get(kind.lower()) if isinstance(kind, str) else None
 
@@ -102,7 +109,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _section(
-    reading: Reading, raw: Mapping[str, Any], section: type[Section], written: str, path: str
+    findings: Findings, raw: Mapping[str, Any], section: type[Section], written: str, path: str
 ) -> dict[str, Any]:
     """The keys of `raw` under their declared names, without those that are unknown, null sections or "auto"."""
     clean: dict[str, Any] = {}
@@ -111,52 +118,52 @@ def _section(
     for key, value in raw.items():
         here, name = _join(written, key), section.aliases.get(key, key)
         if name not in section.model_fields:
-            reading.refuse(here, unknown(key, section))
+            findings.refuse(here, unknown(key, section))
             continue
         if name in spelled:
-            reading.refuse(here, f"says the same as {spelled[name]}; keep one of them")
+            findings.refuse(here, f"says the same as {spelled[name]}; keep one of them")
             continue
         spelled[name] = here
         if inner := _inner(section, name, raw):
-            nested = _nested(reading, value, inner, here, _join(path, name))
+            nested = _nested(findings, value, inner, here, _join(path, name))
             if nested is not None:
                 clean[name] = nested
             continue
-        value, filled = _fill(reading, value, section, here, _join(path, name))
+        value, filled = _fill(findings, value, section, here, _join(path, name))
         if filled is None or filled.value is not None:
             clean[name] = value
         if filled is not None and filled.missing:
-            reading.open[here] = f'"auto", and nothing fills it in: give {filled.missing}'
-        fate = fate_of(section, name) or (_switched(section, name) if not off else _OFF)
-        reading.keys.append(Key(here, _join(path, name), raw[key], fate, filled))
+            findings.open[here] = f'"auto", and nothing fills it in: give {filled.missing}'
+        support = support_of(section, name) or (_switched(section, name) if not off else _OFF)
+        findings.keys.append(Key(here, _join(path, name), raw[key], support, filled))
     return clean
 
 
-def _switched(section: type[Section], name: str) -> Fate:
-    """The fate of a key of a section that is on and counts as a whole."""
-    return section.fate if name == "enabled" and issubclass(section, Switched) else _OF_REFUSED
+def _switched(section: type[Section], name: str) -> Support:
+    """The support of a key of a section that is on and counts as a whole."""
+    return section.support if name == "enabled" and issubclass(section, Switched) else _OF_REFUSED
 
 
-def _nested(reading: Reading, value: Any, inner: type[Section], written: str, path: str) -> dict[str, Any] | None:
+def _nested(findings: Findings, value: Any, inner: type[Section], written: str, path: str) -> dict[str, Any] | None:
     if isinstance(value, bool) and path == "zero_optimization":
-        reading.keys.append(Key(written, path, value, Fate("honoured", "stage 1 or 0, as this older form means")))
+        findings.keys.append(Key(written, path, value, Support("honoured", "stage 1 or 0, as this older form means")))
         return {"stage": int(value)}
     if value is None:
-        reading.keys.append(Key(written, path, None, _NULL))
+        findings.keys.append(Key(written, path, None, _NULL))
         return None
     if not isinstance(value, Mapping):
-        reading.refuse(written, f"expected a section {{...}}, not {said(value)}")
+        findings.refuse(written, f"expected a section {{...}}, not {said(value)}")
         return None
     if not value:
-        reading.keys.append(Key(written, path, {}, Fate("ignored", "empty: defaults")))
-    return _section(reading, value, inner, written, path)
+        findings.keys.append(Key(written, path, {}, Support("ignored", "empty: defaults")))
+    return _section(findings, value, inner, written, path)
 
 
-def _fill(reading: Reading, value: Any, section: type[Section], written: str, path: str) -> tuple[Any, Filled | None]:
+def _fill(findings: Findings, value: Any, section: type[Section], written: str, path: str) -> tuple[Any, Filled | None]:
     """`value`, or what stands for it if it is "auto"."""
     if not (isinstance(value, str) and value == "auto"):
         return value, None
-    filled = fill(path, reading.given, reading.source.values)
+    filled = fill(path, findings.given, findings.source.values)
     if filled is None and section.default_on_auto:
         default = section.model_fields[path.rpartition(".")[2]].get_default(call_default_factory=True)
         filled = Filled(None, f"the default, {said(default)}")
@@ -165,15 +172,15 @@ def _fill(reading: Reading, value: Any, section: type[Section], written: str, pa
 
 def _inner(section: type[Section], name: str, raw: Mapping[str, Any]) -> type[Section] | None:
     """The section that the key `name` holds; the params of an optimizer or a schedule depend on its type."""
-    if name == "params" and issubclass(section, Optimizer):
+    if name == "params" and issubclass(section, OptimizerSection):
         return optimizer_section(raw.get("type"))
-    if name == "params" and issubclass(section, Scheduler):
+    if name == "params" and issubclass(section, SchedulerSection):
         return SCHEDULERS.get(str(raw.get("type")))
     kinds = [kind for kind in get_args(section.model_fields[name].annotation) if kind is not NoneType]
     return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Section) else None
 
 
-def _checked(reading: Reading, section: type[AnySection], clean: dict[str, Any], path: str) -> AnySection | None:
+def _checked(findings: Findings, section: type[AnySection], clean: dict[str, Any], path: str) -> AnySection | None:
     """`clean` as a `section`; what is wrong in it becomes problems, and its default. None if nothing is left to use."""
     for _ in range(3):  # leaving out a wrong key may leave out a required one, and then its section
         try:
@@ -183,21 +190,21 @@ def _checked(reading: Reading, section: type[AnySection], clean: dict[str, Any],
             for wrong in error.errors(include_url=False, include_input=False):
                 place = [str(part) for part in wrong["loc"]]
                 missing = wrong["type"] == "missing"
-                _report(reading, ".".join([path, *place] if path else place), missing, wrong["msg"])
+                _report(findings, ".".join([path, *place] if path else place), missing, wrong["msg"])
                 usable &= _without(clean, place[:-1] if missing else place)
             if not usable:
                 return None
     return None
 
 
-def _report(reading: Reading, path: str, missing: bool, message: str) -> None:
-    key = reading.key(path)
+def _report(findings: Findings, path: str, missing: bool, message: str) -> None:
+    key = findings.key(path)
     if missing:
-        known = any(problem.path == path for problem in reading.problems)
+        known = any(problem.path == path for problem in findings.problems)
         if not known and (key is None or not _is_open(key)):
-            reading.refuse(path, "is missing; it has no default")
+            findings.refuse(path, "is missing; it has no default")
     else:
-        reading.refuse(key.written if key else path, message)
+        findings.refuse(key.written if key else path, message)
 
 
 def _is_open(key: Key) -> bool:
@@ -250,6 +257,6 @@ def declared(section: type[Section] = Config, path: str = "") -> Iterator[tuple[
         inner = _inner(section, name, {})
         kinds: dict[type[Section], None] = {} if inner is None else {inner: None}
         if name == "params":
-            kinds = dict.fromkeys(OPTIMIZERS.values() if issubclass(section, Optimizer) else SCHEDULERS.values())
+            kinds = dict.fromkeys(OPTIMIZERS.values() if issubclass(section, OptimizerSection) else SCHEDULERS.values())
         for kind in kinds:
             yield from declared(kind, here)

@@ -74,7 +74,7 @@ def accelerator_name() -> str:
 
 
 def is_launched() -> bool:
-    """Whether a launcher told this process who it is."""
+    """Whether a launcher told this process which rank it is."""
     return _is_told(environ()) or _is_of_mpi(environ())
 
 

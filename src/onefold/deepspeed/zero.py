@@ -15,13 +15,13 @@ from torch import nn
 
 from onefold.deepspeed import comm
 from onefold.deepspeed.dropped import Watch
-from onefold.deepspeed.marks import ZeroParamStatus, mark
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.ds_attributes import ZeroParamStatus, add_ds_attributes
 from onefold.deepspeed.source import read
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.deepspeed.values import said
 from onefold.engine.session import Session, owner_session
 from onefold.errors import ConfigError, OnefoldError
-from onefold.setup.deferred_init import Asleep, Nursery, nursery_of
+from onefold.setup.deferred_init import Asleep, DeferredInit, deferred_init_of
 from onefold.setup.gathered import gathered
 
 __all__ = [
@@ -42,8 +42,8 @@ _WAY_OUT = (
     "which every rank enters"
 )
 
-TiledLinear = refused("zero.TiledLinear", "no module is cut into tiles", "torch.nn.Linear under stage 3")
-TiledLinearReturnBias = refused(
+TiledLinear = unsupported("zero.TiledLinear", "no module is cut into tiles", "torch.nn.Linear under stage 3")
+TiledLinearReturnBias = unsupported(
     "zero.TiledLinearReturnBias", "no module is cut into tiles", "torch.nn.Linear under stage 3"
 )
 
@@ -92,7 +92,7 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init never quantizes weights; leave zero_quantized_weights out, and use bf16")
         self._contexts = ExitStack()
-        self._nursery: Nursery | None = None
+        self._deferred: DeferredInit | None = None
         if not enabled:
             return
         written = config_dict_or_path if config_dict_or_path is not None else config
@@ -101,22 +101,22 @@ class Init:
         if place not in (None, "none", *_HOST) and not str(place).startswith("cuda"):
             raise ConfigError(f"remote_device={place!r}: expected cpu, nvme, or None")
         comm.init_distributed()
-        self._nursery = Nursery(
+        self._deferred = DeferredInit(
             _WAY_OUT,
             dtype=dtype if dtype is not None else _dtype(settings),
             rest=torch.device("cpu") if place in _HOST else None,
-            greet=partial(self._mark, count()),
+            greet=partial(self._number, count()),
         )
         if module is not None:
-            self._nursery.take(module)
+            self._deferred.take(module)
 
     @staticmethod
-    def _mark(numbers: Iterator[int], param: nn.Parameter) -> None:
-        mark(param, next(numbers))
+    def _number(numbers: Iterator[int], param: nn.Parameter) -> None:
+        add_ds_attributes(param, next(numbers))
 
     def __enter__(self) -> None:
-        if self._nursery is not None:
-            self._contexts.enter_context(self._nursery.open())
+        if self._deferred is not None:
+            self._contexts.enter_context(self._deferred.open())
 
     def __exit__(self, *exception: Any) -> None:
         self._contexts.__exit__(*exception)
@@ -187,20 +187,20 @@ class GatheredParameters:
 
     def _gather(self) -> Iterator[AbstractContextManager[None]]:
         """Contexts that gather what rests in parts."""
-        nurseries: dict[int, tuple[Nursery, list[nn.Parameter]]] = {}
+        inits: dict[int, tuple[DeferredInit, list[nn.Parameter]]] = {}
         sessions: dict[int, tuple[Session, list[nn.Parameter]]] = {}
         for param in self._params:
-            nursery, session = nursery_of(param), owner_session(param)
-            if nursery is not None:
-                nurseries.setdefault(id(nursery), (nursery, []))[1].append(param)
+            deferred, session = deferred_init_of(param), owner_session(param)
+            if deferred is not None:
+                inits.setdefault(id(deferred), (deferred, []))[1].append(param)
             elif session is not None:
                 sessions.setdefault(id(session), (session, []))[1].append(param)
-        for nursery, params in nurseries.values():
-            nursery.settle()
+        for deferred, params in inits.values():
+            deferred.sleep_again()
             awake = [param for param in params if not isinstance(param, Asleep)]
             if awake:
-                raise OnefoldError(f"{nursery.describe(awake[0])} is gathered already, by a context around this one")
-            yield nursery.gathered(params, write=self._modifier is not None)
+                raise OnefoldError(f"{deferred.describe(awake[0])} is gathered already, by a context around this one")
+            yield deferred.gathered(params, write=self._modifier is not None)
         for _, params in sessions.values():
             yield gathered(params, write=self._modifier is not None)
 
@@ -213,12 +213,12 @@ class GatheredParameters:
         """Bring the values of the modifying rank to rank 0, whose values are kept."""
         if exception[0] is None:
             for param in self._params:
-                if nursery_of(param) is not None or owner_session(param) is not None:
+                if deferred_init_of(param) is not None or owner_session(param) is not None:
                     comm.broadcast(param.data, self._modifier or 0)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Taken, and not needed: whoever uses a parameter outside of its module gets it gathered on the spot.
+    """Taken, and not needed: a parameter that is used outside of its module is gathered on the spot.
 
     Raises:
         ConfigError: it is no parameter.

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from onefold.deepspeed.fates import Section, adapted, honoured, ignored, refused
+from onefold.deepspeed.key_support import Section, adapted, honoured, ignored, refused
 from onefold.deepspeed.values import (
     Count,
     Flag,

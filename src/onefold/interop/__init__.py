@@ -1,1 +1,1 @@
-"""The rooms for those who come from, or go to, other libraries. DeepSpeed's facade has its own: `onefold.deepspeed`."""
+"""The rooms of other libraries' formats. DeepSpeed's names and configuration have their own: `onefold.deepspeed`."""

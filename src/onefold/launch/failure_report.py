@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MARK = b"\x1eonefold-failure "
+FAILURE_MARK = b"\x1eonefold-failure "
 """Begins the line by which a node tells the launcher of its failure; no program prints it by chance."""
 
 _TRACEBACK = re.compile(r"^[ \t]*(?:\+ Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE)
@@ -48,15 +48,15 @@ class Failure:
 
     def encode(self) -> bytes:
         """One line, for the launcher at the other end of ssh."""
-        return MARK + json.dumps(asdict(self)).encode() + b"\n"
+        return FAILURE_MARK + json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def decode(cls, line: bytes) -> "Failure":
         """The failure that `encode` wrote."""
-        return cls(**json.loads(line.removeprefix(MARK)))
+        return cls(**json.loads(line.removeprefix(FAILURE_MARK)))
 
     def text(self, where: str = "") -> str:
-        """What to print last: who failed and how, then its traceback."""
+        """What to print last: which rank failed and how, then its traceback."""
         how = f"was ended by {_signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
         hint = " (often the system, for want of memory: see `dmesg`)" if self.signal == signal.SIGKILL else ""
         head = f"onefold run: rank {self.rank}{where} {how}{hint}"

@@ -196,7 +196,7 @@ def _threads(node: Node) -> int:
     return max(1, min(fewest, threads_each(node.num_ranks)))
 
 
-def run(node: Node) -> int:
+def run_ranks(node: Node) -> int:
     """Run this machine's ranks to their end; the exit code is the first failing rank's, or 128 plus a signal's.
 
     Raises:
@@ -207,7 +207,7 @@ def run(node: Node) -> int:
     if node.master is not None and node.node_rank == 0:
         check_port(node.master[1])
     mark = uuid.uuid4().hex
-    os.environ[teardown.MARK] = mark
+    os.environ[teardown.RUN_VARIABLE] = mark
     if node.reports:
         _obey_stdin(node.silence_s)
     with _log_folder(node) as folder, teardown.signals(_signalled):
@@ -291,7 +291,7 @@ def check_port(port: int) -> None:
     """Make sure that ranks can meet at a port of this machine.
 
     Raises:
-        LaunchError: it is in use; by whom, where that can be seen.
+        LaunchError: it is in use; by which process, where that can be seen.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

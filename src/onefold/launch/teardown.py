@@ -14,7 +14,7 @@ from types import FrameType
 import psutil  # type: ignore[import-untyped]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MARK = "ONEFOLD_RUN"
+RUN_VARIABLE = "ONEFOLD_RUN"
 """The variable by which processes of a run are found; its value is new for each run."""
 AGAIN_S = 1.0
 """A signal that comes sooner after the first is the same one: wrappers pass on what the terminal has sent already."""
@@ -71,6 +71,6 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 def _has(process: psutil.Process, mark: str) -> bool:
     try:
-        return bool(process.environ().get(MARK) == mark)
+        return bool(process.environ().get(RUN_VARIABLE) == mark)
     except (psutil.Error, OSError):  # another user's, or gone
         return False

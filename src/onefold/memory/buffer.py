@@ -3,12 +3,12 @@
 [Note: Flat storage]
 All parameters of one unit that share a dtype are views of one flat buffer, so gathers and reductions need no copies.
 The buffer's storage is shrunk to nothing on release and grown again on gather - the same storage object, because the
-parameters, and views of them that someone may still hold, point into it.
+parameters, and views of them that are still in use, point into it.
 
-[Note: Nobody is left behind]
-A storage counts its holders. Between release and gather only the buffer itself and its parameters hold it; anything
-more is a view somebody still needs - a recomputed activation checkpoint, a tensor in the user's hands. `shrink` refuses
-then, and is tried again later. So no operation ever reads memory that was given back.
+[Note: A view keeps its storage]
+A storage counts its holders. Between release and gather only the buffer itself and its parameters hold it; any other
+holder is a view that is still needed - by a recomputed activation checkpoint, by the user's code. `shrink` then refuses
+and the runtime tries again later. So no operation ever reads memory that was given back.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Buffer:
         for param, view in zip(params, views(self.whole, self.layout), strict=True):
             param.data = view
 
-    def settle(self) -> None:
+    def note_holders(self) -> None:
         """From now on any further holder of the storage keeps it from shrinking."""
         self._holders = self._count_holders()
 
@@ -59,7 +59,7 @@ class Buffer:
                 self._storage.resize_(self.nbytes)
 
     def shrink(self) -> bool:
-        """Give the storage back; False if somebody still holds a view. See [Note: Nobody is left behind]."""
+        """Give the storage back; False if a view of it is left. See [Note: A view keeps its storage]."""
         if self.is_watched:
             return False
         if not self._is_sent():
@@ -68,7 +68,7 @@ class Buffer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody else holds a view: whoever reads it need not ask."""
+        """Whether a view other than the parameters is left: code that holds one can read it without asking."""
         return self._count_holders() > self._holders
 
     def _is_sent(self) -> bool:

@@ -20,7 +20,7 @@ from onefold.errors import HostMemoryError
 PIECE_BYTES = 2**26
 """What a thread asks the system for at once, and what is copied at once."""
 _LOCKED_AT_ONCE = 4 * PIECE_BYTES
-"""Whoever launches kernels waits while the driver locks: not for long."""
+"""The driver locks no more in one call: a thread that launches kernels waits meanwhile."""
 
 
 class Pages:

@@ -3,8 +3,8 @@
 [Note: Lanes and tickets]
 Work on a lane is ordered against the computation only through tickets. A `Ticket` is a value: it says when something
 is done and holds a reference to every tensor that must stay alive until then. Three rules follow:
-1. Whoever reads what a lane wrote calls `ticket.wait()` first, on the stream that will read.
-2. Whoever frees or rewrites what a lane reads keeps the ticket until it has waited on it.
+1. Code that reads what a lane wrote calls `ticket.wait()` first, on the stream that will read.
+2. Code that frees or rewrites what a lane reads keeps the ticket until it has waited on it.
 3. Memory of the gather lane is given back to it only after `order_gather` made it wait for the last reader, so the
    allocator never gives it out early. `record_stream` is never used.
 On CPU a lane runs its work at once; what is asynchronous there is the collective itself, finished by `wait`.
@@ -91,7 +91,7 @@ class Ticket:
         return self._finish is not None
 
     def copy(self) -> "Ticket":
-        """Another ticket for the same work, for someone else to wait with; this one keeps things alive."""
+        """Another ticket for the same work, to be waited on elsewhere; this one keeps things alive."""
         return Ticket(self._finish, (), self.is_done, self._finish_on_host)
 
     def wait(self) -> None:
@@ -114,8 +114,8 @@ class Ticket:
 
 
 class StreamTicket(Ticket):
-    """Of a stream's work. Dropped before anyone waited (a model that goes in mid-step), it still orders the current
-    stream after the work, or memory that it kept would be given out again too early."""
+    """A ticket for a stream's work. One that is dropped before it was waited on (a model that goes in mid-step) still
+    orders the current stream after the work, or memory that it kept would be given out again too early."""
 
     __slots__ = ()
 

@@ -17,6 +17,6 @@ def label(verb: str, unit: str) -> AbstractContextManager[Any]:
     name = f"{verb} {unit or '(root)'}"
     if torch._C._autograd._profiler_enabled():
         return record_function(name)
-    # 0.2 us where nobody looks, a twentieth of the other; seen by a profiler that was started on another thread.
+    # 0.2 us where no profiler runs, a twentieth of the other. A profiler that another thread started sees it.
     quick: AbstractContextManager[Any] = torch._C._profiler._RecordFunctionFast(name)
     return quick

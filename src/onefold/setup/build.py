@@ -45,8 +45,8 @@ def has_shards_to_expose(plan: Plan) -> bool:
     return plan.optim.partitioned and plan.optim.farthest == Tier.DEVICE
 
 
-class Rest:
-    """Where the state of one unit rests, by its single-tier plan."""
+class UnitStructure:
+    """What the single-tier plan of a unit becomes: where its state rests, and the classes that hold it."""
 
     def __init__(self, plan: Plan, houses: Mapping[Tier, Storehouse], is_kept: bool) -> None:
         self.params = houses[plan.params.farthest]
@@ -127,31 +127,31 @@ class Builder:
 
         `is_kept`: parameters that rest in shards stay gathered between a forward and its backward.
         """
-        rest = Rest(plan, self._houses, is_kept)
-        flats = [self._build_flat(kind, members, rest) for kind, members in self._formats.flats(spec)]
-        unit_type = rest.unit_type if flats else ReplicatedUnit  # a root may have no parameters of its own
+        structure = UnitStructure(plan, self._houses, is_kept)
+        flats = [self._build_flat(kind, members, structure) for kind, members in self._formats.flats(spec)]
+        unit_type = structure.unit_type if flats else ReplicatedUnit  # a root may have no parameters
         unit = unit_type(spec.name, index, flats, self._comm, self._lanes)
         unit.release()
         unit.try_free()
         return unit
 
-    def _build_flat(self, kind: _Kind, members: Sequence[tuple[str, nn.Parameter]], rest: Rest) -> Flat:
+    def _build_flat(self, kind: _Kind, members: Sequence[tuple[str, nn.Parameter]], structure: UnitStructure) -> Flat:
         names, params = tuple(name for name, _ in members), tuple(param for _, param in members)
         layout = _pack(members, self._comm.num_shards)
         source = self._source(layout, params)
-        buffer = Buffer(layout, self._whole(layout, kind, rest), self._lanes)
+        buffer = Buffer(layout, self._whole(layout, kind, structure), self._lanes)
         is_split = kind.is_trained and self._precision.master_form(kind.dtype) == "split"
         buffer.whole.copy_(split(source)[0] if is_split and source.dtype == torch.float32 else source)
         buffer.bind(params)
         own = slice(*layout.shard_range(self._comm.shard))
-        updated = own if rest.is_update_part else slice(0, layout.numel)
+        updated = own if structure.is_update_part else slice(0, layout.numel)
         weight = buffer.whole[updated]
-        if rest.is_weight_own:
-            weight = rest.params.allocate(layout.shard_numel, kind.dtype)
+        if structure.is_weight_own:
+            weight = structure.params.allocate(layout.shard_numel, kind.dtype)
             weight.copy_(buffer.whole[own])
-            weight = self._comm.expose(weight) if rest.is_exposed else weight
-        trained = self._train(layout, kind, rest, weight, source[updated]) if kind.is_trained else None
-        buffer.settle()
+            weight = self._comm.expose(weight) if structure.is_exposed else weight
+        trained = self._train(layout, kind, structure, weight, source[updated]) if kind.is_trained else None
+        buffer.note_holders()
         self._lanes.order_gather()
         flat = Flat(
             names=names,
@@ -160,31 +160,31 @@ class Builder:
             weight=weight,
             start=updated.start,
             trained=trained,
-            rest=rest.params,
+            rest=structure.params,
         )
         if flat.has_twin:
             flat.publish(self._lanes, self._lanes.mark()).wait()
             flat.note_versions()
         return flat
 
-    def _whole(self, layout: Layout, kind: _Kind, rest: Rest) -> Tensor:
+    def _whole(self, layout: Layout, kind: _Kind, structure: UnitStructure) -> Tensor:
         """Memory for all of a flat buffer."""
-        if kind.is_trained and rest.is_exposed and not rest.is_weight_own and layout.numel:
+        if kind.is_trained and structure.is_exposed and not structure.is_weight_own and layout.numel:
             return self._comm.expose_whole(torch.empty(layout.numel, dtype=kind.dtype, device=self._device))
         with self._lanes.allocate_for_gather():
             return torch.empty(layout.numel, dtype=kind.dtype, device=self._device)
 
-    def _train(self, layout: Layout, kind: _Kind, rest: Rest, weight: Tensor, source: Tensor) -> Trained:
+    def _train(self, layout: Layout, kind: _Kind, structure: UnitStructure, weight: Tensor, source: Tensor) -> Trained:
         """What a trained flat has beside its compute weights; `source` holds the exact values of `weight`."""
-        written, has_twin = weight, rest.params.tier != rest.optim.tier
+        written, has_twin = weight, structure.params.tier != structure.optim.tier
         if has_twin:
-            written = rest.optim.allocate(weight.numel(), weight.dtype)
+            written = structure.optim.allocate(weight.numel(), weight.dtype)
             written.copy_(weight)
         return Trained(
-            master=self._master(written, source, rest.optim),
-            gradients=self._gradients(layout, kind, rest),
+            master=self._master(written, source, structure.optim),
+            gradients=self._gradients(layout, kind, structure),
             numel=weight.numel(),
-            rest=rest.optim,
+            rest=structure.optim,
             weight=written,
             has_twin=has_twin,
         )
@@ -209,11 +209,11 @@ class Builder:
         copy.copy_(source)
         return CopyMaster(weight, copy)
 
-    def _gradients(self, layout: Layout, kind: _Kind, rest: Rest) -> Gradients:
+    def _gradients(self, layout: Layout, kind: _Kind, structure: UnitStructure) -> Gradients:
         dtype = self._precision.grad_dtype(kind.dtype)
         keep: Keep = (
-            rest.keep_type(layout, self._comm)
-            if rest.grads.tier == Tier.DEVICE
-            else AwayKeep(layout, self._comm, dtype, rest.grads)
+            structure.keep_type(layout, self._comm)
+            if structure.grads.tier == Tier.DEVICE
+            else AwayKeep(layout, self._comm, dtype, structure.grads)
         )
         return Gradients(layout, dtype, self._device, keep, self._comm)

@@ -1,13 +1,13 @@
 """Owns the values of parameters between the making of a model and `shard`: each rank keeps a part of every one.
 
 [Note: Asleep]
-While a nursery is open, a parameter falls asleep when its module is put into another: that module's constructor is done
+While a `DeferredInit` is open, a parameter falls asleep when its module is put into another: its constructor is done
 with it then. Rank 0's value is everyone's. A parameter that sleeps is the same object with its shape, dtype and
 device; its class lets only metadata through, and its storage is empty. A constructor that uses it all the same
 (`nn.Transformer` initializes its layers' weights, Hugging Face the whole model's) wakes it, on all ranks alike, and it
 falls asleep again when enough others were woken. `shard` wakes the parameters of one unit at a time.
 
-Waking and falling asleep give a parameter new storage, so views that someone took before stay readable. It stays on the
+Waking and falling asleep give a parameter new storage, so views taken before stay readable. The parameter stays on the
 device that its constructor chose, so that what the constructor makes besides fits it; values travel over the device
 where ranks communicate.
 """
@@ -37,13 +37,13 @@ _AWAKE_BYTES = 2**28
 class Asleep(ReleasedParameter):
     """The class of a parameter while its value is kept in parts. See [Note: Asleep]."""
 
-    _onefold_kept: "_Kept"
+    _onefold_kept: "_SleepState"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._onefold_kept.nursery.copy(self, memo)
+        return self._onefold_kept.deferred.copy(self, memo)
 
     def detach(self) -> Tensor:
-        return self  # state_dict() detaches; who reads what it gives is told
+        return self  # state_dict() detaches; reading what it gives raises
 
     @classmethod
     def __torch_function__(
@@ -55,21 +55,21 @@ class Asleep(ReleasedParameter):
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
-    """What a parameter carries once it has slept."""
+class _SleepState:
+    """What a parameter carries from the first time it falls asleep."""
 
-    nursery: "Nursery"
+    deferred: "DeferredInit"
     name: str
     cls: type[nn.Parameter]
     """Its class while it is awake."""
     part: Tensor
     """This rank's elements, padded to as many as every rank has, 1-D."""
 
-    def __call__(self) -> "Nursery":
-        return self.nursery
+    def __call__(self) -> "DeferredInit":
+        return self.deferred
 
 
-class Nursery:
+class DeferredInit:
     """Keeps values of parameters in parts. It answers for parameters that sleep (released.Owner).
 
     Args:
@@ -111,7 +111,7 @@ class Nursery:
         try:
             yield
             self._fall_asleep(list(self._new.values()))
-            self.settle()
+            self.sleep_again()
         finally:
             self._open -= 1
             self._new.clear()
@@ -131,7 +131,7 @@ class Nursery:
 
     def describe(self, param: nn.Parameter) -> str:
         """What it is called, for messages."""
-        kept: _Kept = param.__dict__["_onefold_kept"]
+        kept: _SleepState = param.__dict__["_onefold_kept"]
         return f"parameter {kept.name!r} {list(param.shape)}"
 
     def touch(self, params: Sequence[nn.Parameter], func: Callable[..., Any]) -> None:
@@ -146,7 +146,7 @@ class Nursery:
                 f"{name_of(func)} needs the value of {self.describe(params[0])}, which rests in parts until the model "
                 f"is sharded, so it cannot be used{where}. {self._way_out}"
             )
-        self.settle(_AWAKE_BYTES)
+        self.sleep_again(_AWAKE_BYTES)
         self._wake(params)
         self._woken += [(param, _holders(param)) for param in params]
 
@@ -194,9 +194,9 @@ class Nursery:
             for param in module.parameters():
                 self._new.pop(id(param), None)
 
-    def settle(self, most: int = 0) -> None:
+    def sleep_again(self, most: int = 0) -> None:
         """Let what constructors woke fall asleep again, oldest first, until `most` bytes are awake."""
-        here = [(param, count) for param, count in self._woken if nursery_of(param) is self]
+        here = [(param, count) for param, count in self._woken if deferred_init_of(param) is self]
         awake = [(param, count) for param, count in here if not isinstance(param, Asleep)]
         nbytes = sum(param.nbytes for param, _ in awake)
         self._woken = []
@@ -212,7 +212,7 @@ class Nursery:
             if _is_elsewhere(param):
                 continue
             name, param = self._new.get(id(param), (name, param))
-            kept: _Kept | None = param.__dict__.get("_onefold_kept")
+            kept: _SleepState | None = param.__dict__.get("_onefold_kept")
             if kept is None:
                 self._greet(param)
             is_cast = kept is None and self._dtype is not None and param.is_floating_point()
@@ -224,11 +224,13 @@ class Nursery:
             part = torch.zeros(each, dtype=value.dtype, device=param.device if self._rest is None else self._rest)
             mine = flat[self._comm.rank * each : (self._comm.rank + 1) * each]
             part[: mine.numel()] = mine
-            param.__dict__["_onefold_kept"] = param.__dict__["_onefold_owner"] = _Kept(self, name, type(param), part)
+            param.__dict__["_onefold_kept"] = param.__dict__["_onefold_owner"] = _SleepState(
+                self, name, type(param), part
+            )
             self._hide(param)
 
     def _hide(self, param: nn.Parameter) -> None:
-        kept: _Kept = param.__dict__["_onefold_kept"]
+        kept: _SleepState = param.__dict__["_onefold_kept"]
         hollow = torch.empty(param.shape, dtype=kept.part.dtype, device=param.device)
         hollow.untyped_storage().resize_(0)
         param.data = hollow
@@ -238,7 +240,7 @@ class Nursery:
         for param in params:
             if not isinstance(param, Asleep):
                 continue
-            kept: _Kept = param.__dict__["_onefold_kept"]
+            kept: _SleepState = param.__dict__["_onefold_kept"]
             with metadata_only():
                 shape, device = param.shape, param.device
             part = kept.part.to(self._device)
@@ -256,18 +258,18 @@ class Nursery:
             del param.__dict__["_onefold_kept"], param.__dict__["_onefold_owner"]
 
 
-def nursery_of(param: nn.Parameter) -> Nursery | None:
-    """Who keeps the value of a parameter, asleep or woken; None of others."""
-    kept: _Kept | None = param.__dict__.get("_onefold_kept")
-    return None if kept is None else kept.nursery
+def deferred_init_of(param: nn.Parameter) -> DeferredInit | None:
+    """What keeps the value of a parameter, asleep or woken; None of other parameters."""
+    kept: _SleepState | None = param.__dict__.get("_onefold_kept")
+    return None if kept is None else kept.deferred
 
 
 def wake(params: Iterable[nn.Parameter]) -> None:
     """Make those of `params` that sleep ordinary parameters with their values. Every rank calls it alike."""
     for param in params:
-        nursery = nursery_of(param)
-        if nursery is not None:
-            nursery.release([param])
+        deferred = deferred_init_of(param)
+        if deferred is not None:
+            deferred.release([param])
 
 
 def _holders(param: nn.Parameter) -> int:
@@ -277,7 +279,7 @@ def _holders(param: nn.Parameter) -> int:
 def _is_elsewhere(param: nn.Parameter) -> bool:
     """Whether there is no value here to be kept: it sleeps, is sharded, is on the meta device, or is no dense tensor
     (yet)."""
-    is_owned = "_onefold_owner" in param.__dict__ and nursery_of(param) is None
+    is_owned = "_onefold_owner" in param.__dict__ and deferred_init_of(param) is None
     if is_owned or isinstance(param, ReleasedParameter | nn.parameter.UninitializedParameter):
         return True
     return param.is_meta or param.is_quantized or param.layout != torch.strided

@@ -240,8 +240,8 @@ def _check_module(name: str, module: nn.Module) -> None:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ShardError(
-            f"{name or 'the model'!r} is a TorchScript module (torch.jit), which reads its parameters where nobody can "
-            "gather them; shard the module that it was scripted or traced from, and use torch.compile for speed"
+            f"{name or 'the model'!r} is a TorchScript module (torch.jit), which reads its parameters where they "
+            "cannot be gathered; shard the module that it was scripted or traced from, and use torch.compile for speed"
         )
 
 

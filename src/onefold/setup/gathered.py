@@ -100,7 +100,7 @@ class _Gathered:
             if shown is not None and shown._version != version:  # changed in place, to be stepped with
                 states.gradients.assign(slot, states.scaled(shown))
         if self._write:
-            self._session.wait_for_readers()  # whoever gathered what is written now
+            self._session.wait_for_readers()  # other ranks may still gather from what is written now
         for unit in self._units:
             if self._write:
                 self._keep(unit)

@@ -58,9 +58,9 @@ def read_cores(allowed: Collection[int], system: Path = SYSTEM) -> list[Core]:
 
 
 def share(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[tuple[int, ...]]:
-    """The hardware threads of each rank, whose GPU is on the NUMA node `nodes[rank]` (None: it has none, or nobody
-    knows). Ranks of one node share out that node's cores; all ranks share out all cores if any node is unknown or has
-    fewer cores than ranks."""
+    """The hardware threads of each rank, whose GPU is on the NUMA node `nodes[rank]` (None: no GPU, or unknown).
+    Ranks of one node share out that node's cores; all ranks share out all cores if any node is unknown or has fewer
+    cores than ranks."""
     by_node = {node: [core for core in cores if core.node == node] for node in set(nodes) if node is not None}
     if None in nodes or any(len(found) < nodes.count(node) for node, found in by_node.items()):
         return [_part(cores, rank, len(nodes)) for rank in range(len(nodes))]

@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 def leading_to(address: str) -> str | None:
     """The interface by which packets for `address` leave; None where nothing leads there, or where a name of this
-    machine itself leads to the loopback interface, which nobody else can use."""
+    machine itself leads to the loopback interface, which no other machine can use."""
     try:
         places = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
     except OSError:

@@ -19,7 +19,7 @@ from onefold.errors import HostMemoryError, PlanError
 from onefold.memory.pinned import pinned
 from onefold.memory.streams import Lanes, Ticket
 from onefold.plan.table import Plan, Tier
-from onefold.tiers.host_worker import Worker
+from onefold.tiers.host_worker import HostWorker
 
 _MOST_LEAVING = 3
 """Copies to the host that may be under way at once, each of one unit's gradients."""
@@ -110,7 +110,7 @@ class Host:
         self.down_bytes = 0
         self._lanes = lanes
         self._cores = cores
-        self.worker = Worker(device, cores)
+        self.worker = HostWorker(device, cores)
         # What moves, and the memory here that it needs: a ticket lets go of that once a stream is ordered after it.
         self._leaving: list[tuple[Ticket, Tensor]] = []
         self._arriving: list[tuple[Ticket, Tensor]] = []

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from onefold.cli.report import report
+from onefold.cli.report import machine_report
 
 
 def command(
@@ -18,7 +18,7 @@ def command(
     With --config, the exit code is 1 where the configuration cannot be used.
     """
     if config is None:
-        typer.echo(report())
+        typer.echo(machine_report())
         return
     from onefold.deepspeed.report import judged  # needs the extra "deepspeed"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onefold.launch.cluster.options import Options
-from onefold.launch.cluster.request import start
+from onefold.launch.cluster.request import start_run
 
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script is the script's, its options too."""
@@ -21,7 +21,7 @@ def command(**values: object) -> None:
     """
     script, args = str(values.pop("script")), values.pop("args")
     words = tuple(map(str, args)) if isinstance(args, list) else ()
-    raise typer.Exit(start(Options(**values), script, words))  # type: ignore[arg-type]  # made from its own fields
+    raise typer.Exit(start_run(Options(**values), script, words))  # type: ignore[arg-type]  # made from its own fields
 
 
 def _default(option: Field[object]) -> object:

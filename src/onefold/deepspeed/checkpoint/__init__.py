@@ -1,1 +1,1 @@
-"""DeepSpeed's package `checkpoint`, as far as others look into it."""
+"""DeepSpeed's package `checkpoint`, as far as libraries look into it."""

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from onefold.deepspeed.refused import refused
 from onefold.deepspeed.spec import OptimizerSpec, UncorrectedAdam
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.errors import OptimizerError
 
 
-class _Adam(torch.optim.Adam):
+class _CorrectedAdam(torch.optim.Adam):
     """torch's Adam, decoupled (AdamW) unless told otherwise.
 
     Raises:
@@ -54,7 +54,7 @@ class _Adam(torch.optim.Adam):
         )
 
 
-class FusedAdam(_Adam):
+class FusedAdam(_CorrectedAdam):
     """Adam for state on the device. Arguments as torch's, but `adam_w_mode` False makes weight decay an L2 term."""
 
     _later = ("adam_w_mode", "weight_decay", "amsgrad", "set_grad_none")
@@ -74,7 +74,7 @@ class FusedAdam(_Adam):
         self._set_up(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
-class DeepSpeedCPUAdam(_Adam):
+class DeepSpeedCPUAdam(_CorrectedAdam):
     """Adam for state on the host. Arguments as torch's, but `adamw_mode` False makes weight decay an L2 term."""
 
     _later = ("weight_decay", "amsgrad", "adamw_mode", "fp32_optimizer_states")
@@ -95,5 +95,5 @@ class DeepSpeedCPUAdam(_Adam):
 
 
 _ZENFLOW = ("updating important gradients first changes what is computed", "ops.adam.DeepSpeedCPUAdam")
-ZenFlowCPUAdam = refused("ops.adam.ZenFlowCPUAdam", *_ZENFLOW)
-ZenFlowSelectiveAdamW = refused("ops.adam.ZenFlowSelectiveAdamW", *_ZENFLOW)
+ZenFlowCPUAdam = unsupported("ops.adam.ZenFlowCPUAdam", *_ZENFLOW)
+ZenFlowSelectiveAdamW = unsupported("ops.adam.ZenFlowSelectiveAdamW", *_ZENFLOW)

@@ -1,6 +1,6 @@
 """DeepSpeed's module `ops.lamb`, refused."""
 
-from onefold.deepspeed.optim import NO_OPTIMIZERS
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.optimizer_sections import NO_OPTIMIZERS
+from onefold.deepspeed.unsupported_names import unsupported
 
-FusedLamb = refused("ops.lamb.FusedLamb", *NO_OPTIMIZERS["lamb"])
+FusedLamb = unsupported("ops.lamb.FusedLamb", *NO_OPTIMIZERS["lamb"])

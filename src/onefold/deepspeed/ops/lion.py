@@ -8,7 +8,7 @@ from torch import Tensor
 from onefold.deepspeed.spec import OptimizerSpec, PerParameter
 
 
-class Lion(PerParameter):
+class _PerParameterLion(PerParameter):
     """Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay.
 
     Args:
@@ -39,7 +39,7 @@ class Lion(PerParameter):
         momentum.lerp_(grad, 1 - second)
 
 
-class DeepSpeedCPULion(Lion):
+class DeepSpeedCPULion(_PerParameterLion):
     """Lion for state on the host."""
 
     def __init__(
@@ -53,7 +53,7 @@ class DeepSpeedCPULion(Lion):
         super().__init__(model_params, lr, betas, weight_decay)
 
 
-class FusedLion(Lion):
+class FusedLion(_PerParameterLion):
     """Lion for state on the device."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """DeepSpeed's module `runtime.engine`."""
 
-from onefold.deepspeed.client import DeepSpeedOptimizer
+from onefold.deepspeed.client_optimizer import DeepSpeedOptimizer
 from onefold.deepspeed.engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer"]

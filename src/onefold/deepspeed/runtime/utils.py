@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from onefold.deepspeed import comm
 from onefold.deepspeed.accelerator import get_accelerator
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.deepspeed.utils.logging import logger
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "see_memory_usage",
 ]
 
-clip_grad_norm_ = refused(
+clip_grad_norm_ = unsupported(
     "runtime.utils.clip_grad_norm_", "gradients rest in shards when it could be called", "gradient_clipping"
 )
 
@@ -44,7 +44,7 @@ def empty_cache() -> None:
 
 def move_to_device(item: Any, device: "torch.device | str", criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """`item` with every tensor in it (lists, tuples and dicts) on `device`; those that `criterion_func` picks are moved
-    themselves, so that whoever holds them has them there."""
+    themselves, so that every reference to them sees the move."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from onefold.deepspeed.refused import refused
 from onefold.deepspeed.runtime.dataloader import RepeatingLoader
+from onefold.deepspeed.unsupported_names import unsupported
 from onefold.deepspeed.utils import groups
 from onefold.deepspeed.utils.logging import log_dist, logger
 from onefold.deepspeed.utils.tensor_fragment import (
@@ -51,7 +51,7 @@ __all__ = [
     "z3_leaf_module",
 ]
 
-OnDevice = refused("OnDevice", "no constructor of tensors is wrapped", "torch.device('meta') as a context")
+OnDevice = unsupported("OnDevice", "no constructor of tensors is wrapped", "torch.device('meta') as a context")
 
 
 def set_z3_leaf_modules(

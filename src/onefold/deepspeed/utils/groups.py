@@ -3,7 +3,7 @@
 from typing import Any
 
 from onefold.deepspeed import comm
-from onefold.deepspeed.refused import refused
+from onefold.deepspeed.unsupported_names import unsupported
 
 
 def _get_data_parallel_group() -> Any:
@@ -37,8 +37,8 @@ get_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_world_size = _get_model_parallel_world_size
 
 _SEQUENCE = ("there is no sequence parallelism", "sequence_parallel_size 1, with activation checkpointing")
-_get_sequence_parallel_group = refused("utils.groups._get_sequence_parallel_group", *_SEQUENCE)
-_get_sequence_parallel_rank = refused("utils.groups._get_sequence_parallel_rank", *_SEQUENCE)
-_get_expert_parallel_group = refused(
+_get_sequence_parallel_group = unsupported("utils.groups._get_sequence_parallel_group", *_SEQUENCE)
+_get_sequence_parallel_rank = unsupported("utils.groups._get_sequence_parallel_rank", *_SEQUENCE)
+_get_expert_parallel_group = unsupported(
     "utils.groups._get_expert_parallel_group", "there is no expert parallelism", "stage 3, which splits experts too"
 )

@@ -19,8 +19,8 @@ from onefold.errors import OnefoldError
 from onefold.setup.gathered import gathered
 
 
-class _Place:
-    """Where a parameter of a sharded model rests."""
+class _Fragment:
+    """A parameter of a sharded model, and what this rank keeps of it."""
 
     def __init__(self, param: nn.Parameter, session: Session, what: str) -> None:
         session.come_to_rest(what)
@@ -76,23 +76,23 @@ class _Place:
             self.unit.show_stored([self.flat])
 
 
-def _place(param: nn.Parameter, what: str) -> _Place | None:
-    """None of parameters that are not sharded."""
+def _fragment(param: nn.Parameter, what: str) -> _Fragment | None:
+    """The fragment of a parameter; None where it is not sharded."""
     session = owner_session(param)
-    return None if session is None else _Place(param, session, what)
+    return None if session is None else _Fragment(param, session, what)
 
 
-def _sharded(param: nn.Parameter, what: str) -> _Place:
-    place = _place(param, what)
-    if place is None:
+def _sharded(param: nn.Parameter, what: str) -> _Fragment:
+    fragment = _fragment(param, what)
+    if fragment is None:
         raise OnefoldError(f"{what} needs a parameter of a model that deepspeed.initialize returned")
-    return place
+    return fragment
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The exact weights of a parameter, whole; None if its model is not sharded."""
-    place = _place(param, "safe_get_full_fp32_param")
-    found = None if place is None else place.whole(list(place.own(None)))
+    fragment = _fragment(param, "safe_get_full_fp32_param")
+    found = None if fragment is None else fragment.whole(list(fragment.own(None)))
     return None if found is None else found.to(torch.promote_types(found.dtype, torch.float32))
 
 
@@ -104,21 +104,21 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         OnefoldError: the model is not sharded, or the shape is another.
     """
-    place = _sharded(param, "safe_set_full_fp32_param")
-    _set_full(place, None, value)
+    fragment = _sharded(param, "safe_set_full_fp32_param")
+    _set_full(fragment, None, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """One optimizer state (such as "exp_avg") of a parameter, whole; None if there is none (yet)."""
-    place = _place(param, "safe_get_full_optimizer_state")
-    return None if place is None else place.whole(list(place.own(optim_state_key)))
+    fragment = _fragment(param, "safe_get_full_optimizer_state")
+    return None if fragment is None else fragment.whole(list(fragment.own(optim_state_key)))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set one optimizer state of a parameter. Arguments and errors as for `safe_set_full_fp32_param`; also an
     OnefoldError if the optimizer has no such state."""
-    place = _sharded(param, "safe_set_full_optimizer_state")
-    _set_full(place, optim_state_key, value)
+    fragment = _sharded(param, "safe_set_full_optimizer_state")
+    _set_full(fragment, optim_state_key, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -179,35 +179,35 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """The pending gradient of the elements that this rank keeps; None where none is pending. Every rank calls it."""
-    place = _local(param, "safe_get_local_grad")
+    fragment = _local(param, "safe_get_local_grad")
     whole = safe_get_full_grad(param)
-    start, stop = _range(place)
+    start, stop = _range(fragment)
     return None if whole is None else whole.view(-1)[start:stop]
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the pending gradient of the elements that this rank keeps. Every rank calls it."""
-    place = _local(param, "safe_set_local_grad")
-    start, stop = _range(place)
-    _check_size(place, value, stop - start)
-    whole = place.whole([(start, value.reshape(-1))] if stop > start else [])
+    fragment = _local(param, "safe_set_local_grad")
+    start, stop = _range(fragment)
+    _check_size(fragment, value, stop - start)
+    whole = fragment.whole([(start, value.reshape(-1))] if stop > start else [])
     if whole is not None:
         safe_set_full_grad(param, whole)
 
 
-def _range(place: _Place) -> tuple[int, int]:
+def _range(fragment: _Fragment) -> tuple[int, int]:
     """The elements of a parameter that are in this rank's shard."""
-    slot = place.flat.layout.slots[place.slot]
-    low, high = place.flat.layout.shard_range(place.session.comm.shard)
+    slot = fragment.flat.layout.slots[fragment.slot]
+    low, high = fragment.flat.layout.shard_range(fragment.session.comm.shard)
     start = min(max(low, slot.start), slot.stop)
     return start - slot.start, max(start, min(high, slot.stop)) - slot.start
 
 
-def _local(param: nn.Parameter, what: str) -> _Place:
-    place = _sharded(param, what)
-    if not place.session.plan.params.partitioned:
+def _local(param: nn.Parameter, what: str) -> _Fragment:
+    fragment = _sharded(param, what)
+    if not fragment.session.plan.params.partitioned:
         raise OnefoldError(f"{what}: the weights rest whole on every rank; call it under stage 3, or the full one")
-    return place
+    return fragment
 
 
 def _joined(pieces: Iterator[tuple[int, Tensor]], param: nn.Parameter) -> Tensor:
@@ -215,22 +215,22 @@ def _joined(pieces: Iterator[tuple[int, Tensor]], param: nn.Parameter) -> Tensor
     return torch.cat(values) if values else torch.empty(0, device=param.device)
 
 
-def _check_size(place: _Place, value: Tensor, numel: int) -> None:
+def _check_size(fragment: _Fragment, value: Tensor, numel: int) -> None:
     if value.numel() != numel:
-        raise OnefoldError(f"{place.flat.names[place.slot]}: got {value.numel()} values for {numel} elements")
+        raise OnefoldError(f"{fragment.flat.names[fragment.slot]}: got {value.numel()} values for {numel} elements")
 
 
-def _set_full(place: _Place, state: str | None, value: Tensor) -> None:
-    if value.shape != place.param.shape:
+def _set_full(fragment: _Fragment, state: str | None, value: Tensor) -> None:
+    if value.shape != fragment.param.shape:
         raise OnefoldError(
-            f"{place.flat.names[place.slot]} is {list(place.param.shape)}; the values are {list(value.shape)}"
+            f"{fragment.flat.names[fragment.slot]} is {list(fragment.param.shape)}; the values are {list(value.shape)}"
         )
     flat = value.detach().reshape(-1)
-    place.write(state, lambda entry: entry.write(entry.start, flat[entry.start : entry.stop]))
+    fragment.write(state, lambda entry: entry.write(entry.start, flat[entry.start : entry.stop]))
 
 
-def _set_local(place: _Place, state: str | None, value: Tensor) -> None:
-    start, stop = _range(place)
-    _check_size(place, value, stop - start)
+def _set_local(fragment: _Fragment, state: str | None, value: Tensor) -> None:
+    start, stop = _range(fragment)
+    _check_size(fragment, value, stop - start)
     flat = value.detach().reshape(-1)
-    place.write(state, lambda entry: entry.write(entry.start, flat[entry.start - start : entry.stop - start]))
+    fragment.write(state, lambda entry: entry.write(entry.start, flat[entry.start - start : entry.stop - start]))

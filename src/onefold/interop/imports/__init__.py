@@ -1,4 +1,9 @@
-"""Owns the ways from other libraries' checkpoints to Onefold's."""
+"""The room of imports: the ways from other libraries' checkpoints to Onefold's.
+
+Owns what other libraries' files mean. A library has a file here that reads them, and a command in `cli.commands`.
+Imports `checkpoint` and `files`.
+Words: a *row* is parameters that share a partition; an *extent* is the part of a parameter in one rank's partition.
+"""
 
 from os import PathLike
 from pathlib import Path
@@ -41,12 +46,12 @@ def import_deepspeed(
     """
     from onefold.checkpoint.files import Files
     from onefold.checkpoint.saving import Wishes, write_alone
-    from onefold.interop.imports.collect import collect
-    from onefold.interop.imports.deepspeed import find, read, understood
+    from onefold.interop.imports.deepspeed import find_checkpoint, importing, read_checkpoint
+    from onefold.interop.imports.to_contents import to_contents
 
-    where = find(Path(directory).absolute(), tag)
-    with understood(where):
-        contents, left_out = collect(read(where), where.name)
+    where = find_checkpoint(Path(directory).absolute(), tag)
+    with importing(where):
+        contents, left_out = to_contents(read_checkpoint(where), where.name)
     wishes = Wishes(keep_last=None, asynchronous=False, progress=progress, files=Files() if files is None else files)
     write_alone(Path(out).absolute(), contents, f"importing {where.name}", wishes)
     return left_out

@@ -29,7 +29,7 @@ _OTHER_FILE = re.compile(r"(layer_|expert_|expp_rank_).*\.pt")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Extent:
     """Some elements of a parameter: `numel` from `start` on, which lie in a rank's partition from `first` on."""
 
     rank: int
@@ -44,7 +44,7 @@ class Row:
 
     group: int
     shapes: Mapping[str, tuple[int, ...]]
-    places: Mapping[str, Sequence[Place]]
+    extents: Mapping[str, Sequence[Extent]]
     masters: Sequence[Tensor]
     """Exact weights, 1-D, by rank."""
     states: Sequence[Mapping[str, Any]]
@@ -56,13 +56,13 @@ class Frozen:
     """A parameter that no optimizer has."""
 
     shape: tuple[int, ...]
-    places: Sequence[Place]
+    extents: Sequence[Extent]
     tensors: Sequence[Tensor]
     """What it lies in, 1-D, by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DeepSpeedCheckpoint:
     """What DeepSpeed saved."""
 
     rows: Sequence[Row]
@@ -75,7 +75,7 @@ class Source:
     num_ranks: int
 
 
-def find(directory: Path, tag: str | None) -> Path:
+def find_checkpoint(directory: Path, tag: str | None) -> Path:
     """The directory of one checkpoint.
 
     Raises:
@@ -97,7 +97,7 @@ def find(directory: Path, tag: str | None) -> Path:
     return directory / tag
 
 
-def read(where: Path) -> Source:
+def read_checkpoint(where: Path) -> DeepSpeedCheckpoint:
     """Open all files of one checkpoint; tensors stay on the disk until they are used.
 
     Raises:
@@ -108,7 +108,7 @@ def read(where: Path) -> Source:
 
 
 @contextmanager
-def understood(where: Path) -> Iterator[None]:
+def importing(where: Path) -> Iterator[None]:
     """Say of whatever goes wrong inside which checkpoint it was."""
     try:
         yield
@@ -150,7 +150,7 @@ def _files(where: Path) -> tuple[list[Path], list[Path]]:
     return [by_rank[rank] for rank in sorted(by_rank)], whole or [parts[rank] for rank in sorted(parts)]
 
 
-def _parse(optimizers: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> Source:
+def _parse(optimizers: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> DeepSpeedCheckpoint:
     inner = [optimizer["optimizer_state_dict"] for optimizer in optimizers]
     model = models[0]
     _check_kind(inner, model)
@@ -168,11 +168,11 @@ def _parse(optimizers: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str
         flats = [_flat(each[index]) for each in masters]
         states = [each["state"].get(key, {}) for each in base]
         if is_cut_singly:
-            places = _cut_singly(shapes[index], [flat.numel() for flat in flats])
+            extents = _cut_singly(shapes[index], [flat.numel() for flat in flats])
         else:
-            places = _cut_together(shapes[index], paddings[index], [flat.numel() for flat in flats])
-        rows.append(Row(group=group, shapes=shapes[index], places=places, masters=flats, states=states))
-    return Source(
+            extents = _cut_together(shapes[index], paddings[index], [flat.numel() for flat in flats])
+        rows.append(Row(group=group, shapes=shapes[index], extents=extents, masters=flats, states=states))
+    return DeepSpeedCheckpoint(
         rows=rows,
         groups=groups,
         frozen=_frozen(models, {name for row in shapes for name in row}, is_cut_singly),
@@ -233,41 +233,41 @@ def _flat(value: Any) -> Tensor:
 
 def _cut_together(
     shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], sizes: Sequence[int]
-) -> dict[str, list[Place]]:
-    """Places of the parameters of a row that was flattened, then cut."""
+) -> dict[str, list[Extent]]:
+    """Extents of the parameters of a row that was flattened, then cut."""
     starts = [0, *accumulate(prod(shape) + more for shape, more in zip(shapes.values(), paddings, strict=True))]
     bounds = [(rank * sizes[0], rank * sizes[0] + size) for rank, size in enumerate(sizes)]
-    places = {}
+    extents = {}
     for (name, shape), first in zip(shapes.items(), starts, strict=False):
         last = first + prod(shape)
-        places[name] = [
-            Place(rank, max(first, low) - low, max(first, low) - first, min(last, high) - max(first, low))
+        extents[name] = [
+            Extent(rank, max(first, low) - low, max(first, low) - first, min(last, high) - max(first, low))
             for rank, (low, high) in enumerate(bounds)
             if max(first, low) < min(last, high)
         ]
-        _check_whole(name, shape, places[name])
-    return places
+        _check_whole(name, shape, extents[name])
+    return extents
 
 
-def _cut_singly(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[int]) -> dict[str, list[Place]]:
-    """Places of the parameters of a row that were cut, then laid in a row."""
-    num_ranks, first, places = len(sizes), 0, {}
+def _cut_singly(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[int]) -> dict[str, list[Extent]]:
+    """Extents of the parameters of a row that were cut, then laid in a row."""
+    num_ranks, first, extents = len(sizes), 0, {}
     for name, shape in shapes.items():
-        places[name] = _pieces(prod(shape), num_ranks, first)
+        extents[name] = _pieces(prod(shape), num_ranks, first)
         first += -(-prod(shape) // num_ranks)
     if any(size != first for size in sizes):
         raise ValueError(f"partitions of {sizes} elements, where {first} are expected")
-    return places
+    return extents
 
 
-def _pieces(numel: int, num_ranks: int, first: int) -> list[Place]:
+def _pieces(numel: int, num_ranks: int, first: int) -> list[Extent]:
     each = -(-numel // num_ranks)
     starts = [(rank, rank * each) for rank in range(num_ranks) if rank * each < numel]
-    return [Place(rank, first, start, min(each, numel - start)) for rank, start in starts]
+    return [Extent(rank, first, start, min(each, numel - start)) for rank, start in starts]
 
 
-def _check_whole(name: str, shape: tuple[int, ...], places: Sequence[Place]) -> None:
-    missing = prod(shape) - sum(place.numel for place in places)
+def _check_whole(name: str, shape: tuple[int, ...], extents: Sequence[Extent]) -> None:
+    missing = prod(shape) - sum(extent.numel for extent in extents)
     if missing:
         raise ValueError(f"{missing} elements of {name!r} are missing")
 
@@ -279,17 +279,17 @@ def _frozen(models: Sequence[Mapping[str, Any]], trained: set[str], is_cut_singl
         known = {*trained, *model["buffer_names"], *(model.get("shared_params") or {})}
         for name, tensor in model["module"].items():
             if isinstance(tensor, Tensor) and name not in known:
-                places = _pieces(tensor.numel(), 1, 0)
-                found[name] = Frozen(shape=tuple(tensor.shape), places=places, tensors=[tensor.reshape(-1)])
+                extents = _pieces(tensor.numel(), 1, 0)
+                found[name] = Frozen(shape=tuple(tensor.shape), extents=extents, tensors=[tensor.reshape(-1)])
         return found
     for name, size in (model.get("frozen_param_shapes") or {}).items():
         shape = _shape(size)
         tensors = [each["frozen_param_fragments"][name].reshape(-1) for each in models]
         is_whole = tensors[0].numel() == prod(shape)
-        places = _pieces(prod(shape), 1 if is_whole else len(models), 0)
-        if any(tensors[place.rank].numel() < place.numel for place in places):
+        extents = _pieces(prod(shape), 1 if is_whole else len(models), 0)
+        if any(tensors[extent.rank].numel() < extent.numel for extent in extents):
             raise ValueError(f"elements of {name!r} are missing")
-        found[name] = Frozen(shape=shape, places=places, tensors=tensors)
+        found[name] = Frozen(shape=shape, extents=extents, tensors=tensors)
     return found
 
 
@@ -299,16 +299,16 @@ def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-def reader(tensors: Sequence[Tensor], places: Sequence[Place]) -> Callable[[int, int], Tensor]:
+def reader(tensors: Sequence[Tensor], extents: Sequence[Extent]) -> Callable[[int, int], Tensor]:
     """What gives elements [a, b) of a parameter, 1-D, from the partitions it lies in."""
 
     def gather(start: int, stop: int) -> Tensor:
         pieces = []
-        for place in places:
-            low, high = max(start, place.start), min(stop, place.start + place.numel)
+        for extent in extents:
+            low, high = max(start, extent.start), min(stop, extent.start + extent.numel)
             if low < high:
-                first = place.first + low - place.start
-                pieces.append(tensors[place.rank][first : first + high - low])
+                first = extent.first + low - extent.start
+                pieces.append(tensors[extent.rank][first : first + high - low])
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     return gather

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from onefold.errors import LaunchError
 
-FAMILIES = (
+FORWARDED = (
     *("NCCL", "PYTHON", "LD_LIBRARY", "PATH", "UCX", "MLFLOW", "MV2"),  # DeepSpeed's launcher forwards these
     *("ONEFOLD", "TORCH", "OMP_", "MKL_", "CUDA_", "GLOO", "HF_", "TOKENIZERS_PARALLELISM"),
 )
 """Variables whose names begin so are forwarded to other machines."""
-# Command lines can be read by everybody on a machine, so what looks like a secret has to be asked for with --env.
+# Every user of a machine can read command lines, so what looks like a secret has to be asked for with --env.
 _STAYS = re.compile(r"CUDA_VISIBLE_DEVICES|TORCHELASTIC_.*|ONEFOLD_RUN|.*(TOKEN|SECRET|PASSWORD|KEY)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -70,5 +70,5 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(FAMILIES) and not _STAYS.fullmatch(name) and _NAME.fullmatch(name)
+        if name.startswith(FORWARDED) and not _STAYS.fullmatch(name) and _NAME.fullmatch(name)
     }

@@ -1,6 +1,6 @@
 """Owns which machines and slots a run uses: hostfiles, and DeepSpeed's `--include` and `--exclude`.
 
-A slot is a place for one rank: the GPU of that number, or any process on a machine without GPUs. Invariant: a `Host`
+A slot is a place for one rank: the GPU of that number, or any process on a machine without GPUs. Invariant: a `Machine`
 has at least one slot, and hosts and slots keep the order of the hostfile, so ranks are numbered the same way each time.
 """
 
@@ -16,14 +16,14 @@ _SPEC = "NAME or NAME:SLOT,SLOT,..., several joined by @ (worker-0@worker-1:0,2)
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Machine:
     """A machine as the hostfile names it (what ssh is given), and the slots to use there, ascending."""
 
     name: str
     slots: tuple[int, ...]
 
 
-def read_hostfile(path: Path) -> list[Host]:
+def read_hostfile(path: Path) -> list[Machine]:
     """The hosts of a file of lines `NAME slots=NUMBER`; `#` begins a comment, empty lines count for nothing.
 
     Raises:
@@ -33,7 +33,7 @@ def read_hostfile(path: Path) -> list[Host]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"cannot read the hostfile {path}: {error}") from error
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, Machine] = {}
     seen: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
@@ -51,7 +51,7 @@ def read_hostfile(path: Path) -> list[Host]:
     return list(hosts.values())
 
 
-def _host(text: str, where: str) -> Host:
+def _host(text: str, where: str) -> Machine:
     match = _LINE.fullmatch(text)
     if match is None:
         raise LaunchError(f"{where}: expected `NAME slots=NUMBER`, e.g. `worker-0 slots=8`; found {text!r}")
@@ -59,17 +59,17 @@ def _host(text: str, where: str) -> Host:
         raise LaunchError(f"{where}: a host's name cannot begin with -; found {match['name']!r}")
     if not int(match["slots"]):
         raise LaunchError(f"{where}: {match['name']} has no slots; leave it out, or give it at least one")
-    return Host(match["name"], tuple(range(int(match["slots"]))))
+    return Machine(match["name"], tuple(range(int(match["slots"]))))
 
 
 def choose(
-    hosts: Sequence[Host],
+    hosts: Sequence[Machine],
     *,
     include: str = "",
     exclude: str = "",
     num_nodes: int | None = None,
     num_gpus: int | None = None,
-) -> list[Host]:
+) -> list[Machine]:
     """The hosts and slots to use: all of `hosts`, or those that `include` names, or those that `exclude` does not, or
     the first `num_nodes` hosts with their first `num_gpus` slots.
 
@@ -92,15 +92,15 @@ def choose(
     return [_first(host, num_gpus) for host in hosts[:num_nodes]]
 
 
-def _first(host: Host, num_gpus: int | None) -> Host:
+def _first(host: Machine, num_gpus: int | None) -> Machine:
     if num_gpus is None:
         return host
     if not 1 <= num_gpus <= len(host.slots):
         raise LaunchError(f"--num_gpus {num_gpus}: {host.name} has {len(host.slots)} slots; correct one of the two")
-    return Host(host.name, host.slots[:num_gpus])
+    return Machine(host.name, host.slots[:num_gpus])
 
 
-def _named(hosts: Sequence[Host], text: str, option: str) -> dict[str, set[int]]:
+def _named(hosts: Sequence[Machine], text: str, option: str) -> dict[str, set[int]]:
     """{host: slots} that a selection names; the slots of a host named alone are all it has."""
     known = {host.name: host for host in hosts}
     found: dict[str, set[int]] = {}
@@ -118,13 +118,13 @@ def _named(hosts: Sequence[Host], text: str, option: str) -> dict[str, set[int]]
     return found
 
 
-def _included(hosts: Sequence[Host], named: Mapping[str, set[int]]) -> list[Host]:
-    return [Host(host.name, tuple(sorted(named[host.name]))) for host in hosts if host.name in named]
+def _included(hosts: Sequence[Machine], named: Mapping[str, set[int]]) -> list[Machine]:
+    return [Machine(host.name, tuple(sorted(named[host.name]))) for host in hosts if host.name in named]
 
 
-def _excluded(hosts: Sequence[Host], named: Mapping[str, set[int]], text: str) -> list[Host]:
+def _excluded(hosts: Sequence[Machine], named: Mapping[str, set[int]], text: str) -> list[Machine]:
     kept = [
-        Host(host.name, tuple(slot for slot in host.slots if slot not in named.get(host.name, ()))) for host in hosts
+        Machine(host.name, tuple(slot for slot in host.slots if slot not in named.get(host.name, ()))) for host in hosts
     ]
     left = [host for host in kept if host.slots]
     if not left:
@@ -132,7 +132,7 @@ def _excluded(hosts: Sequence[Host], named: Mapping[str, set[int]], text: str) -
     return left
 
 
-def _listed(hosts: Sequence[Host]) -> str:
+def _listed(hosts: Sequence[Machine]) -> str:
     return ", ".join(host.name for host in hosts)
 
 

@@ -18,7 +18,7 @@ from onefold.errors import LaunchError
 from onefold.launch.cluster import probe
 
 PATIENCE_S = 60.0
-"""How long a machine may take to say who it is: Python starts there, perhaps from a slow file system."""
+"""How long a machine may take to answer: Python starts there, perhaps from a slow file system."""
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 """ssh fails rather than ask, and notices within half a minute when a machine is gone."""
 
@@ -111,11 +111,11 @@ def _start(words: Sequence[str]) -> "subprocess.Popen[str]":
 
 def _understood(out: str, err: str, code: int) -> Answer | str:
     """A machine's answer, or why it is of no use."""
-    line = next((line for line in out.splitlines() if line.startswith(probe.MARK)), "")
+    line = next((line for line in out.splitlines() if line.startswith(probe.ANSWER_MARK)), "")
     if not line:
         said = "; ".join((err or out).strip().splitlines()[-3:])
         return f"{said or 'it said nothing'} (exit code {code})"
-    said_there = json.loads(line.removeprefix(probe.MARK))
+    said_there = json.loads(line.removeprefix(probe.ANSWER_MARK))
     here = _here()
     if not said_there["folder"]:
         return f"{sys.executable} finds no Onefold there"

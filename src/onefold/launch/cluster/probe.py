@@ -2,7 +2,7 @@
 
 The launcher sends the text of this file over ssh, as `python -c TEXT NAME`. Invariant: it needs nothing but Python's
 own modules and imports nothing of Onefold, which may be missing there, or another one. What it prints is one line that
-begins with `MARK`; a shell's greetings may stand before it.
+begins with `ANSWER_MARK`; a shell's greetings may stand before it.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import zlib
 from importlib import metadata
 from pathlib import Path
 
-MARK = "onefold-answer "
+ANSWER_MARK = "onefold-answer "
 
 
 def about(name: str) -> dict[str, object]:
@@ -63,4 +63,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(about(sys.argv[1])))
+    print(ANSWER_MARK + json.dumps(about(sys.argv[1])))

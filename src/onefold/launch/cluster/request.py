@@ -16,7 +16,7 @@ from pathlib import Path
 from onefold.errors import LaunchError
 from onefold.launch import launch
 from onefold.launch.cluster import env_forwarding, hostfile, preflight, restarts, schedulers
-from onefold.launch.cluster.hostfile import Host
+from onefold.launch.cluster.hostfile import Machine
 from onefold.launch.cluster.options import Options
 from onefold.launch.cluster.restarts import Cluster
 from onefold.launch.launch import Node, Script
@@ -27,7 +27,10 @@ _CLUSTER_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is given."""
 _REFUSED = (
     ("launcher_args", "there is no other launcher underneath to hand them to; see --ssh_command"),
-    ("elastic_training", "give --max_restarts and --min_nodes instead; ranks then start again with who is left"),
+    (
+        "elastic_training",
+        "give --max_restarts and --min_nodes instead; ranks then start again on the machines that are left",
+    ),
     ("max_elastic_nodes", "--num_nodes is the largest number; see --min_nodes and --max_restarts"),
     ("autotuning", "Onefold has no autotuner; onefold.predicted computes the memory of a plan"),
     ("venv_script", "ranks run under the Python that runs `onefold run`; start it from that environment"),
@@ -36,7 +39,7 @@ _REFUSED = (
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def start(options: Options, path: str, args: Sequence[str]) -> int:
+def start_run(options: Options, path: str, args: Sequence[str]) -> int:
     """Do what `onefold run` was asked for; the exit code.
 
     Raises:
@@ -117,7 +120,7 @@ def _tell(options: Options, text: str) -> None:
 # --- which machines
 
 
-def _hosts(options: Options) -> list[Host] | None:
+def _hosts(options: Options) -> list[Machine] | None:
     """The hosts of the hostfile that are to be used; None without a hostfile."""
     path = options.hostfile
     if path is None and not options.as_node and _CLUSTER_HOSTFILE.exists():
@@ -135,7 +138,7 @@ def _hosts(options: Options) -> list[Host] | None:
     )
 
 
-def _only_here(options: Options, hosts: Sequence[Host]) -> bool:
+def _only_here(options: Options, hosts: Sequence[Machine]) -> bool:
     here = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
     return len(hosts) == 1 and hosts[0].name in here and not options.force_multi
 
@@ -170,7 +173,7 @@ def _environment(options: Options) -> dict[str, str]:
 # --- on this machine
 
 
-def _here(options: Options, script: Script, hosts: Sequence[Host] | None) -> Node:
+def _here(options: Options, script: Script, hosts: Sequence[Machine] | None) -> Node:
     num_nodes = len(hosts) if hosts is not None else options.num_nodes or 1
     rank = options.node_rank or 0
     if options.node_rank is None and num_nodes > 1:
@@ -227,7 +230,7 @@ def _local_ranks(options: Options) -> tuple[int, tuple[str, ...] | None]:
                 "differently; unset the one or leave out the other"
             )
         # Without GPUs a slot is a core: somewhere for a rank to run.
-        place = Host("localhost", tuple(range(launch.num_gpus() or len(os.sched_getaffinity(0)))))
+        place = Machine("localhost", tuple(range(launch.num_gpus() or len(os.sched_getaffinity(0)))))
         (chosen,) = hostfile.choose(
             [place], include=options.include, exclude=options.exclude, num_gpus=options.num_gpus or options.nproc
         )
@@ -245,7 +248,7 @@ def _local_ranks(options: Options) -> tuple[int, tuple[str, ...] | None]:
 
 def _start_here(options: Options, node: Node) -> int:
     if not options.dry_run:
-        return launch.run(node)
+        return launch.run_ranks(node)
     shown = launch.prepare(node)
     words = launch.torchrun_words(node, node.log_dir or Path("/tmp/onefold-run"), launcher=0)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in shown.items())]) + " \\")
@@ -256,16 +259,16 @@ def _start_here(options: Options, node: Node) -> int:
 # --- on the machines of a hostfile
 
 
-def _start_there(options: Options, script: Script, hosts: Sequence[Host]) -> int:
+def _start_there(options: Options, script: Script, hosts: Sequence[Machine]) -> int:
     cluster = _cluster(options, script, hosts)
     if not options.dry_run:
-        return restarts.run(cluster)
+        return restarts.run_attempts(cluster)
     for words in restarts.first_commands(cluster).values():
         print(shlex.join(words))
     return 0
 
 
-def _cluster(options: Options, script: Script, hosts: Sequence[Host]) -> Cluster:
+def _cluster(options: Options, script: Script, hosts: Sequence[Machine]) -> Cluster:
     base = replace(_base(options, script), max_restarts=0)  # the launcher starts all machines again, not each its own
     here = environ()
     path = os.pathsep.join(filter(None, (str(Path.cwd()), here.get("PYTHONPATH"))))  # as DeepSpeed's launcher
@@ -321,7 +324,7 @@ def _sbatch_lines(options: Options) -> list[str]:
 
 
 def _words(options: Options, script: Script) -> list[str]:
-    """What each machine's `onefold run` is told, but for who it is."""
+    """What each machine's `onefold run` is told, but for the machine's number."""
     words = [f"--grace={options.grace}", f"--max_restarts={options.max_restarts}"]
     words += [f"--log_dir={options.log_dir}"] if options.log_dir else []
     words += [f"--bind_core_list={options.bind_core_list}"] if options.bind_core_list else []
@@ -337,7 +340,7 @@ def _write(options: Options, text: str, default: str, submit: Sequence[str]) -> 
         print(text, end="")
         return 0
     path = Path(options.output or default)
-    if path.exists() and schedulers.MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and schedulers.WRITTEN_BY not in path.read_text(encoding="utf-8", errors="replace"):
         raise LaunchError(f"{path} is there and was not written by this command; give another name with --output")
     path.write_text(text, encoding="utf-8")
     command = [*submit, str(path)]

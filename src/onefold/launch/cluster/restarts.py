@@ -1,4 +1,4 @@
-"""Owns a run on several machines, attempt by attempt: who takes part in each, and whether there is another.
+"""Owns a run on several machines, attempt by attempt: which take part in each, and whether there is another.
 
 A rank that fails, or a machine that is lost, ends an attempt on all machines. The next one starts on those that answer
 then: a machine that is gone is left out, one that has come back takes part again. Invariant: ranks are numbered in the
@@ -25,7 +25,7 @@ class Cluster:
     """A run on several machines.
 
     Attributes:
-        parts: {host: its part}, in the order of the ranks; what depends on who takes part is filled in here.
+        parts: {host: its part}, in the order of the ranks, without what depends on which machines take part.
         ssh: the words that reach a machine.
         folder: where the run is started, on every machine.
         min_nodes: as long as so many machines answer, the run goes on.
@@ -41,7 +41,7 @@ class Cluster:
     master: tuple[str | None, int | None] = (None, None)
 
 
-def run(cluster: Cluster) -> int:
+def run_attempts(cluster: Cluster) -> int:
     """Run to the end; the exit code of the last attempt.
 
     Raises:
@@ -49,7 +49,7 @@ def run(cluster: Cluster) -> int:
     """
     commands = first_commands(cluster)
     for restart in range(1, cluster.max_restarts + 2):
-        ended = ssh_run.run(commands, grace_s=_grace(cluster))
+        ended = ssh_run.run_attempt(commands, grace_s=_grace(cluster))
         sys.stderr.write(ended.words)
         if not ended.code or ended.signalled or ended.refused:
             return ended.code
@@ -58,7 +58,7 @@ def run(cluster: Cluster) -> int:
             break
         print(f"onefold run: starting again, {restart} of {cluster.max_restarts}", file=sys.stderr, flush=True)
         try:
-            commands = _commands(cluster, _who(cluster), restart)
+            commands = _commands(cluster, _answers(cluster), restart)
         except LaunchError as error:
             print(f"onefold run: cannot start again: {error}", file=sys.stderr)
             return ended.code
@@ -80,11 +80,11 @@ def first_commands(cluster: Cluster) -> dict[str, list[str]]:
     Raises:
         LaunchError: too few machines can take part.
     """
-    return _commands(cluster, _who(cluster), 0)
+    return _commands(cluster, _answers(cluster), 0)
 
 
-def _who(cluster: Cluster) -> dict[str, Answer]:
-    """The machines that take part, in order."""
+def _answers(cluster: Cluster) -> dict[str, Answer]:
+    """The answers of the machines that take part, in order."""
     hosts = {host: node.environment for host, node in cluster.parts.items()}
     answers, reasons = preflight.ask(cluster.ssh, hosts, cluster.folder)
     if len(answers) < cluster.min_nodes:
@@ -100,18 +100,18 @@ def _who(cluster: Cluster) -> dict[str, Answer]:
     return answers
 
 
-def _commands(cluster: Cluster, who: Mapping[str, Answer], restarts: int) -> dict[str, list[str]]:
-    first = next(iter(who))
-    address, port = who[first].address, who[first].port
+def _commands(cluster: Cluster, answers: Mapping[str, Answer], restarts: int) -> dict[str, list[str]]:
+    first = next(iter(answers))
+    address, port = answers[first].address, answers[first].port
     if first == next(iter(cluster.parts)):
         address, port = cluster.master[0] or address, cluster.master[1] or port
-    second = [answer.address for answer in who.values()][1:2]
+    second = [answer.address for answer in answers.values()][1:2]
     made = {}
-    for rank, host in enumerate(who):
+    for rank, host in enumerate(answers):
         part = replace(
             cluster.parts[host],
-            num_nodes=len(who),
-            min_nodes=len(who),
+            num_nodes=len(answers),
+            min_nodes=len(answers),
             node_rank=rank,
             master=(address, port),
             peer=address if rank else next(iter(second), None),

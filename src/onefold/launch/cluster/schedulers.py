@@ -1,7 +1,7 @@
 """Owns the texts for schedulers: an sbatch script for Slurm, a TrainJob or a JobSet for Kubernetes.
 
 In each, every machine starts `onefold run --node_rank ...`, as over ssh; the scheduler says which machine it is and
-where the first one is. Invariant: a text begins with `MARK`, so that a file that somebody wrote by hand is known.
+where the first one is. Invariant: a text begins with `WRITTEN_BY`, which tells it from a file written by hand.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onefold.errors import LaunchError
 
-MARK = "written by `onefold run`"
+WRITTEN_BY = "written by `onefold run`"
 _PORT = 29500
 
 
@@ -88,7 +88,7 @@ def sbatch(job: Job, python: str, folder: Path) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# A Slurm job, {MARK}. Before its time is up, ranks get SIGTERM and {job.grace_s} s to save.",
+            f"# A Slurm job, {WRITTEN_BY}. Before its time is up, ranks get SIGTERM and {job.grace_s} s to save.",
             *lines,
             "set -euo pipefail",
             *exports,
@@ -123,7 +123,7 @@ def trainjob(job: Job) -> str:
         "metadata": {"name": job.name},
         "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
     }
-    return f"# A Kubeflow TrainJob, {MARK}: kubectl create -f this file\n{_yaml(manifest)}"
+    return f"# A Kubeflow TrainJob, {WRITTEN_BY}: kubectl create -f this file\n{_yaml(manifest)}"
 
 
 def jobset(job: Job) -> str:
@@ -155,7 +155,7 @@ def jobset(job: Job) -> str:
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": template}}],
         },
     }
-    return f"# A JobSet, {MARK}: kubectl create -f this file\n{_yaml(manifest)}"
+    return f"# A JobSet, {WRITTEN_BY}: kubectl create -f this file\n{_yaml(manifest)}"
 
 
 def _image(job: Job) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from onefold.launch.failure_report import MARK, Failure, shell_code
+from onefold.launch.failure_report import FAILURE_MARK, Failure, shell_code
 from onefold.launch.launch import Node
 from onefold.launch.teardown import AGAIN_S, SIGNALS
 
@@ -104,7 +104,7 @@ class _Remote:
     def _pump(self, source: IO[bytes], screen: IO[bytes]) -> None:
         with source:
             for line in source:
-                if line.startswith(MARK):
+                if line.startswith(FAILURE_MARK):
                     self.failure = Failure.decode(line)
                     continue
                 with self._screen, contextlib.suppress(BrokenPipeError):  # `| head`: read on, or ranks would wait
@@ -120,7 +120,7 @@ _Event = tuple[_Remote | None, int]
 """(a machine, its exit code), or (None, a signal that this process got)."""
 
 
-def run(commands: Mapping[str, Sequence[str]], *, grace_s: int) -> Ended:
+def run_attempt(commands: Mapping[str, Sequence[str]], *, grace_s: int) -> Ended:
     """Run {host: command} to the end. When one machine's part fails, or a signal comes, all are ended."""
     events: SimpleQueue[_Event] = SimpleQueue()
     screen = threading.Lock()

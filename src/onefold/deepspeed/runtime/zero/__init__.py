@@ -1,6 +1,6 @@
 """`deepspeed.zero` under its long name."""
 
-from onefold.deepspeed.marks import ZeroParamStatus
+from onefold.deepspeed.ds_attributes import ZeroParamStatus
 from onefold.deepspeed.zero import (
     GatheredParameters,
     Init,

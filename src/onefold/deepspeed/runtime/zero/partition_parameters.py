@@ -1,5 +1,5 @@
-"""DeepSpeed's module of this name, as far as others look into it: transformers exempts torch.arange from a wrapper that
-`Init` has there. Onefold's `Init` wraps no constructor of tensors."""
+"""DeepSpeed's module of this name, as far as libraries look into it: transformers exempts torch.arange from a wrapper
+that `Init` has there. Onefold's `Init` wraps no constructor of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onefold.deepspeed.accelerator import get_accelerator
-from onefold.deepspeed.marks import ZeroParamStatus
+from onefold.deepspeed.ds_attributes import ZeroParamStatus
 from onefold.deepspeed.zero import (
     GatheredParameters,
     Init,

@@ -1,6 +1,6 @@
-"""Owns what a script brings to `initialize`: parameters, optimizer and schedule, in Onefold's terms.
+"""Owns the choice of optimizer and schedule: the script's own (DeepSpeed calls it the client's) or the configuration's.
 
-Invariant: parameters go by their names while the model is sharded, so that groups hold the parameters it has after.
+Invariant: groups name their parameters while the model is sharded, so that they hold the parameters it has after.
 """
 
 import logging
@@ -77,7 +77,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class ChosenOptimizer:
     """What is to be updated, and how.
 
     Args:
@@ -124,13 +124,13 @@ class Brought:
         return [{**ours, _THEIRS: its} for ours, its in zip(made, theirs, strict=True)]
 
 
-def brought(
+def choose_optimizer(
     model: nn.Module,
     optimizer: "torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None",
     model_parameters: "Iterable[Any] | None",
     translation: Translation,
-) -> Brought:
-    """What the script brings, or else the configuration. Called before the model is sharded.
+) -> ChosenOptimizer:
+    """The script's optimizer, or else the configuration's. Called before the model is sharded.
 
     Raises:
         OptimizerError: parameters are not the model's; the optimizer is none, or is in use already.
@@ -143,7 +143,7 @@ def brought(
     if optimizer is None:
         spec = translation.optimizer
         torch_class = None if spec is None else spec.torch_class
-        return Brought(spec, torch_class, None if given is None else _by_name(model, _as_groups(given)))
+        return ChosenOptimizer(spec, torch_class, None if given is None else _by_name(model, _as_groups(given)))
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
             raise OptimizerError(
@@ -159,7 +159,7 @@ def brought(
     return _of_client(model, optimizer)
 
 
-def _of_client(model: nn.Module, client: torch.optim.Optimizer) -> Brought:
+def _of_client(model: nn.Module, client: torch.optim.Optimizer) -> ChosenOptimizer:
     if not isinstance(client, torch.optim.Optimizer):
         raise OptimizerError(f"the function given as optimizer= returned {client!r}, which is no torch.optim.Optimizer")
     if isinstance(client, Optimizer):
@@ -179,7 +179,7 @@ def _of_client(model: nn.Module, client: torch.optim.Optimizer) -> Brought:
         for group in client.param_groups
         if group["params"]
     ]
-    return Brought(spec, torch_class, _by_name(model, groups), client)
+    return ChosenOptimizer(spec, torch_class, _by_name(model, groups), client)
 
 
 def _recipe(client: torch.optim.Optimizer) -> tuple[OptimizerSpec, type[torch.optim.Optimizer] | None]:
@@ -256,7 +256,9 @@ def _by_name(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[Grou
     return found
 
 
-def scheduler_of(lr_scheduler: Any, optimizer: Optimizer | None, given: Brought, translation: Translation) -> Any:
+def choose_scheduler(
+    lr_scheduler: Any, optimizer: Optimizer | None, chosen: ChosenOptimizer, translation: Translation
+) -> Any:
     """The schedule: the script's, or else the configuration's.
 
     Args:
@@ -275,9 +277,9 @@ def scheduler_of(lr_scheduler: Any, optimizer: Optimizer | None, given: Brought,
         )
     if callable(lr_scheduler):
         return lr_scheduler(optimizer)
-    owner = getattr(lr_scheduler, "optimizer", given.client)
+    owner = getattr(lr_scheduler, "optimizer", chosen.client)
     groups = getattr(owner, "param_groups", ())
-    if owner is not given.client and not any(mine is its for mine in optimizer.param_groups for its in groups):
+    if owner is not chosen.client and not any(mine is its for mine in optimizer.param_groups for its in groups):
         raise OptimizerError(
             f"this {type(lr_scheduler).__name__} sets the learning rates of another optimizer; make it of the one that "
             "is handed to initialize, or hand over a function: lr_scheduler=lambda optimizer: ..."

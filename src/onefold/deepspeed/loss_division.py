@@ -1,4 +1,4 @@
-"""Owns by what a backward is divided.
+"""Owns the number that a backward is divided by.
 
 [Note: What a backward is divided by]
 DeepSpeed divides by the number of micro-batches: `engine.backward(loss)` the loss, a plain `loss.backward()` the
@@ -17,8 +17,8 @@ from torch import Tensor
 _KEY = "onefold.deepspeed.division"
 
 
-class Division:
-    """By what gradients are divided as they enter at one engine's outputs; see [Note: Who keeps a model alive].
+class LossDivision:
+    """What gradients are divided by as they enter at one engine's outputs; see [Note: Who keeps a model alive].
 
     Attributes:
         parts: micro-batches of a step.

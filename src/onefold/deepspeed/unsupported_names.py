@@ -1,6 +1,13 @@
-"""Owns what is said of names that DeepSpeed's engine has and this one has not: why, and the way out."""
+"""Owns the names of DeepSpeed's that Onefold does not support: why, and what is nearest.
+
+Classes and functions among them can be imported and asked about with isinstance; using one raises. An attribute of
+DeepSpeed's engine that this one lacks raises, with its reason, when a script reads it.
+"""
 
 from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from onefold.errors import ConfigError
 
 _REDUCES = "gradients are reduced by the backward itself, and averaged over the ranks; look at them inside "
 _REDUCES += "`with onefold.gathered(engine.module):`"
@@ -136,6 +143,21 @@ _DETAILS = frozenset(
 )
 
 
+def unsupported(name: str, why: str, nearest: str) -> Any:
+    """A class that raises ConfigError when it is called.
+
+    Args:
+        name: dotted, without `deepspeed.`.
+        why: what Onefold does not do.
+        nearest: what to use instead.
+    """
+
+    def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f"deepspeed.{name}: {why}; nearest: {nearest}")
+
+    return type(name.rpartition(".")[2], (), {"__new__": refuse, "__doc__": f"Refused: {why}.", "__module__": __name__})
+
+
 def way_out(name: str) -> str | None:
     """What to do without `name`; None where DeepSpeed's engine has no such name, as far as is known here."""
     if name in _NAMES:
@@ -145,7 +167,7 @@ def way_out(name: str) -> str | None:
     return next((text for start, text in _FAMILIES.items() if name.startswith(start)), None)
 
 
-def told(name: str) -> str:
+def missing_attribute(name: str) -> str:
     """The message for an attribute that neither engine nor model has."""
     reason = way_out(name)
     if reason is None:

@@ -1,6 +1,6 @@
-"""Owns what is said of a key: its fate, declared beside its type, and the base of all sections.
+"""Owns how far a key is supported, declared beside its type, and the base of all sections.
 
-Invariant: every key has one fate. `honoured` and `adapted` keys are read by the translator; the others say here why
+Invariant: every key has one `Support`. The translator reads `honoured` and `adapted` keys; the others say here why
 nothing comes of them, or why the run is refused.
 """
 
@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Word = Literal["honoured", "adapted", "ignored", "refused"]
+SupportWord = Literal["honoured", "adapted", "ignored", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What becomes of a key.
+class Support:
+    """How far a key is supported: what becomes of it.
 
     Args:
         word: the kind.
@@ -23,7 +23,7 @@ class Fate:
         harmless: values of a refused key that ask for nothing.
     """
 
-    word: Word
+    word: SupportWord
     why: str
     nearest: str = ""
     harmless: tuple[Any, ...] = ()
@@ -31,23 +31,23 @@ class Fate:
 
 def honoured(default: Any, becomes: str) -> Any:
     """A key that means here what it means there."""
-    return Field(default, json_schema_extra={"fate": Fate("honoured", becomes)})  # type: ignore[dict-item]
+    return Field(default, json_schema_extra={"support": Support("honoured", becomes)})  # type: ignore[dict-item]
 
 
 def adapted(default: Any, becomes: str) -> Any:
     """A key whose purpose is met by other means."""
-    return Field(default, json_schema_extra={"fate": Fate("adapted", becomes)})  # type: ignore[dict-item]
+    return Field(default, json_schema_extra={"support": Support("adapted", becomes)})  # type: ignore[dict-item]
 
 
 def ignored(default: Any, why: str) -> Any:
     """A key that steers a mechanism which does not exist here, or that changes no numbers."""
-    return Field(default, json_schema_extra={"fate": Fate("ignored", why)})  # type: ignore[dict-item]
+    return Field(default, json_schema_extra={"support": Support("ignored", why)})  # type: ignore[dict-item]
 
 
 def refused(default: Any, why: str, nearest: str, harmless: tuple[Any, ...] = ()) -> Any:
     """A key that asks for what Onefold does not do, unless its value is the default or one of `harmless`."""
-    fate = Fate("refused", why, nearest, (default, *harmless))
-    return Field(default, json_schema_extra={"fate": fate})  # type: ignore[dict-item]
+    support = Support("refused", why, nearest, (default, *harmless))
+    return Field(default, json_schema_extra={"support": support})  # type: ignore[dict-item]
 
 
 class Section(BaseModel):
@@ -63,14 +63,14 @@ class Section(BaseModel):
 
 
 class Switched(Section):
-    """A section that counts only when it is enabled, and is then met with `fate`."""
+    """A section that counts only when it is enabled, and then has `support` as a whole."""
 
-    fate: ClassVar[Fate]
+    support: ClassVar[Support]
     enabled: bool = False
 
 
-def fate_of(section: type[Section], name: str) -> Fate | None:
-    """The fate declared for the key `name` of `section`; None for a key that is a section itself."""
+def support_of(section: type[Section], name: str) -> Support | None:
+    """The support declared for the key `name` of `section`; None for a key that is a section itself."""
     extra = section.model_fields[name].json_schema_extra
-    fate = extra.get("fate") if isinstance(extra, dict) else None
-    return fate if isinstance(fate, Fate) else None
+    support = extra.get("support") if isinstance(extra, dict) else None
+    return support if isinstance(support, Support) else None

@@ -11,7 +11,7 @@ from onefold.checkpoint.codec import dtype_name, encode
 from onefold.checkpoint.contents import Aside, Contents, empty_buffers, stamp
 from onefold.checkpoint.entries import Entry, Reading, buffer_entries, read_only
 from onefold.errors import CheckpointError
-from onefold.interop.imports.deepspeed import Row, Source, reader
+from onefold.interop.imports.deepspeed import DeepSpeedCheckpoint, Row, reader
 
 _OWN_KEYS = frozenset(
     (
@@ -32,7 +32,7 @@ _NO_HYPER = frozenset(
 """What a parameter group of DeepSpeed's or torch's holds that says how an optimizer is run, not what it computes."""
 
 
-def collect(source: Source, name: str) -> tuple[Contents, dict[str, str]]:
+def to_contents(source: DeepSpeedCheckpoint, name: str) -> tuple[Contents, dict[str, str]]:
     """The contents of a Onefold checkpoint, and what was left out, with reasons.
 
     Raises:
@@ -63,7 +63,7 @@ def collect(source: Source, name: str) -> tuple[Contents, dict[str, str]]:
     return Contents(shared=shared, own={"random": None, "loader": None}, entries=entries), left_out
 
 
-def _rest(source: Source, name: str) -> tuple[dict[str, Any], Any, dict[str, str]]:
+def _rest(source: DeepSpeedCheckpoint, name: str) -> tuple[dict[str, Any], Any, dict[str, str]]:
     """What becomes `extra`, the state of the scheduler, and what cannot be kept, with reasons."""
     model, left_out = source.model, dict[str, str]()
 
@@ -97,7 +97,7 @@ def _rest(source: Source, name: str) -> tuple[dict[str, Any], Any, dict[str, str
     return {"client_state": kept, "deepspeed": facts}, scheduler, left_out
 
 
-def _params(source: Source) -> dict[str, Any]:
+def _params(source: DeepSpeedCheckpoint) -> dict[str, Any]:
     """Shape, dtype and use of every parameter."""
     module: Mapping[str, Any] = source.model["module"]
     found = {}
@@ -127,7 +127,7 @@ def _scaler(scaler: Any) -> dict[str, float | int]:
     }
 
 
-def _optimizer(source: Source, steps: int) -> dict[str, Any]:
+def _optimizer(source: DeepSpeedCheckpoint, steps: int) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [
         {"params": [], "hyper": _hyper(group, index)} for index, group in enumerate(source.groups)
     ]
@@ -150,7 +150,7 @@ def _optimizer(source: Source, steps: int) -> dict[str, Any]:
     }
 
 
-def _rule(source: Source) -> str:
+def _rule(source: DeepSpeedCheckpoint) -> str:
     """What the configuration calls the optimizer; the files do not say what the user's own was."""
     config = source.model.get("ds_config")
     named = config.get("optimizer") if isinstance(config, Mapping) else None
@@ -188,20 +188,20 @@ def _laid_out(row: Row) -> list[str]:
     return names
 
 
-def _entries(source: Source) -> Iterator[Entry]:
+def _entries(source: DeepSpeedCheckpoint) -> Iterator[Entry]:
     for row in source.rows:
         laid_out = _laid_out(row)
         for name, shape in row.shapes.items():
-            places = row.places[name]
-            if not places:
+            extents = row.extents[name]
+            if not extents:
                 continue
-            yield _entry(f"model.{name}", shape, row.masters[0].dtype, reader(row.masters, places))
+            yield _entry(f"model.{name}", shape, row.masters[0].dtype, reader(row.masters, extents))
             for state in laid_out:
                 parts = [each[state] for each in row.states]
-                yield _entry(f"optimizer.{state}.{name}", shape, parts[0].dtype, reader(parts, places))
+                yield _entry(f"optimizer.{state}.{name}", shape, parts[0].dtype, reader(parts, extents))
     for name, param in source.frozen.items():
-        if param.places:
-            yield _entry(f"model.{name}", param.shape, param.tensors[0].dtype, reader(param.tensors, param.places))
+        if param.extents:
+            yield _entry(f"model.{name}", param.shape, param.tensors[0].dtype, reader(param.tensors, param.extents))
 
 
 def _entry(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]) -> Entry:

@@ -1,4 +1,4 @@
-"""Owns the optimizer and the schedule: types and arguments in DeepSpeed's words, as specs of what runs here."""
+"""Owns the way to optimizer and schedule: types and arguments in DeepSpeed's words, as specs of what runs here."""
 
 import inspect
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from onefold.deepspeed.optim import NO_OPTIMIZERS, OPTIMIZERS, SCHEDULERS, AdamParams, Common
+from onefold.deepspeed.optimizer_sections import NO_OPTIMIZERS, OPTIMIZERS, SCHEDULERS, AdamParams, OptimizerParams
 from onefold.deepspeed.spec import NATIVE, OptimizerSpec, SchedulerSpec
 from onefold.deepspeed.values import as_number, said
-from onefold.deepspeed.walk import Reading
+from onefold.deepspeed.walk import Findings
 from onefold.errors import OptimizerError
 from onefold.optim.elementwise import TorchRule
 
@@ -33,25 +33,25 @@ _TORCH_OPTIMIZERS = sorted(
 )
 
 
-def optimizer_of(reading: Reading) -> OptimizerSpec | None:
+def optimizer_of(findings: Findings) -> OptimizerSpec | None:
     """The optimizer; None where the script brings its own, or what was written cannot be used."""
-    section = reading.config.optimizer
+    section = findings.config.optimizer
     if section is None:
         return None
     kind, path = section.type, "optimizer.type"
     refused = NO_OPTIMIZERS.get(kind.lower())
     if refused:
-        reading.refuse(path, f"{kind}: {refused[0]}; nearest: {refused[1]}")
-        reading.note("optimizer.params", "the type is refused", "ignored")
+        findings.refuse(path, f"{kind}: {refused[0]}; nearest: {refused[1]}")
+        findings.note("optimizer.params", "the type is refused", "ignored")
         return None
     if kind.lower() not in OPTIMIZERS:
-        return _torch_optimizer(reading, kind, section.params or {})
-    params = reading.optimizer
+        return _torch_optimizer(findings, kind, section.params or {})
+    params = findings.optimizer
     if params is None:
         return None
     spec = _adam(kind, params) if isinstance(params, AdamParams) else _plain(kind, params)
     unlike = f"; {spec.name} is what {kind} computes" if spec.name.lower() != kind.lower() else ""
-    reading.note(path, f"{spec.name}{unlike}")
+    findings.note(path, f"{spec.name}{unlike}")
     return spec
 
 
@@ -73,74 +73,74 @@ def _adam(kind: str, params: AdamParams) -> OptimizerSpec:
     return OptimizerSpec("AdamW" if decoupled else "Adam", arguments)
 
 
-def _plain(kind: str, params: Common) -> OptimizerSpec:
+def _plain(kind: str, params: OptimizerParams) -> OptimizerSpec:
     skipped = {"max_grad_norm", "set_grad_none"}
     arguments = {name: getattr(params, name) for name in type(params).model_fields if name not in skipped}
     return OptimizerSpec({"lion": "Lion", "adagrad": "Adagrad"}[kind.lower()], arguments)
 
 
-def _torch_optimizer(reading: Reading, kind: str, params: Mapping[str, Any]) -> OptimizerSpec | None:
+def _torch_optimizer(findings: Findings, kind: str, params: Mapping[str, Any]) -> OptimizerSpec | None:
     if kind not in _TORCH_OPTIMIZERS:
         known = [*_TORCH_OPTIMIZERS, *(name for name in ("Lion",))]
         folded = {name.lower(): name for name in known}
         plain = kind.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")  # names of classes
         close = get_close_matches(plain, folded, n=1, cutoff=0.6)
         meant = f"did you mean {folded[close[0]]}?" if close else f"known are {', '.join(known)}"
-        reading.refuse("optimizer.type", f"there is no optimizer {kind!r}; {meant}")
+        findings.refuse("optimizer.type", f"there is no optimizer {kind!r}; {meant}")
         return None
     cls = getattr(torch.optim, kind)
-    arguments = _arguments(reading, "optimizer.params", cls, params)
+    arguments = _arguments(findings, "optimizer.params", cls, params)
     if arguments is None:
         return None
     try:
         TorchRule(cls, arguments)
     except OptimizerError as error:
-        reading.refuse("optimizer.params", str(error))
+        findings.refuse("optimizer.params", str(error))
         return None
-    reading.note("optimizer.type", kind if kind in NATIVE else f"Elementwise(torch.optim.{kind})")
+    findings.note("optimizer.type", kind if kind in NATIVE else f"Elementwise(torch.optim.{kind})")
     return OptimizerSpec(kind, arguments)
 
 
-def scheduler_of(reading: Reading) -> SchedulerSpec | None:
+def scheduler_of(findings: Findings) -> SchedulerSpec | None:
     """The schedule; None where there is none, or what was written cannot be used."""
-    section = reading.config.scheduler
+    section = findings.config.scheduler
     if section is None:
         return None
     if section.type in SCHEDULERS:
-        params = reading.scheduler
+        params = findings.scheduler
         if params is None:
             return None
-        reading.note("scheduler.type", f"onefold.deepspeed.{section.type}")
+        findings.note("scheduler.type", f"onefold.deepspeed.{section.type}")
         names = [name for name in params.model_fields_set if name != "last_batch_iteration"]
         return SchedulerSpec(section.type, {name: getattr(params, name) for name in sorted(names)})
     if section.type in _NO_SCHEDULES:
-        reading.refuse("scheduler.type", f"{section.type}: {_NO_SCHEDULES[section.type]}; make it in the script")
+        findings.refuse("scheduler.type", f"{section.type}: {_NO_SCHEDULES[section.type]}; make it in the script")
         return None
     if section.type not in _TORCH_SCHEDULES:
         known = [*SCHEDULERS, *_TORCH_SCHEDULES]
         close = get_close_matches(section.type, known, n=1, cutoff=0.6)
         meant = f"did you mean {close[0]}?" if close else f"DeepSpeed's are {', '.join(SCHEDULERS)}"
-        reading.refuse("scheduler.type", f"there is no schedule {section.type!r}; {meant}")
+        findings.refuse("scheduler.type", f"there is no schedule {section.type!r}; {meant}")
         return None
-    return _torch_schedule(reading, section.type, section.params or {})
+    return _torch_schedule(findings, section.type, section.params or {})
 
 
-def _torch_schedule(reading: Reading, kind: str, params: Mapping[str, Any]) -> SchedulerSpec | None:
+def _torch_schedule(findings: Findings, kind: str, params: Mapping[str, Any]) -> SchedulerSpec | None:
     cls = getattr(torch.optim.lr_scheduler, kind)
-    arguments = _arguments(reading, "scheduler.params", cls, params)
+    arguments = _arguments(findings, "scheduler.params", cls, params)
     if arguments is None:
         return None
     weight = torch.nn.Parameter(torch.zeros(1))
     try:
         cls(torch.optim.SGD([weight], lr=0.1, momentum=0.9), **arguments)
     except Exception as error:  # torch's classes raise whatever their arithmetic does
-        reading.refuse("scheduler.params", f"torch.optim.lr_scheduler.{kind} refuses them: {error}")
+        findings.refuse("scheduler.params", f"torch.optim.lr_scheduler.{kind} refuses them: {error}")
         return None
-    reading.note("scheduler.type", f"torch.optim.lr_scheduler.{kind}")
+    findings.note("scheduler.type", f"torch.optim.lr_scheduler.{kind}")
     return SchedulerSpec(kind, arguments)
 
 
-def _arguments(reading: Reading, path: str, cls: type, params: Mapping[str, Any]) -> dict[str, Any] | None:
+def _arguments(findings: Findings, path: str, cls: type, params: Mapping[str, Any]) -> dict[str, Any] | None:
     """`params` as arguments of `cls`, numeric strings as numbers; None if a name or a value is none of its."""
     known = dict(list(inspect.signature(cls).parameters.items())[1:])  # the first is the parameters, or the optimizer
     arguments, wrong = {}, False
@@ -154,7 +154,7 @@ def _arguments(reading: Reading, path: str, cls: type, params: Mapping[str, Any]
             meant = f"did you mean {close[0]}?" if close else f"{cls.__name__} takes {', '.join(known)}"
             what = f"unknown key; {meant}"
         if what is not None:
-            reading.refuse(f"{path}.{name}", what)
+            findings.refuse(f"{path}.{name}", what)
             wrong = True
     return None if wrong else arguments
 

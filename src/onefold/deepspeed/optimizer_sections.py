@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from onefold.deepspeed.fates import Section, honoured, ignored, refused
+from onefold.deepspeed.key_support import Section, honoured, ignored, refused
 from onefold.deepspeed.values import (
     Anything,
     Betas,
@@ -26,7 +26,7 @@ _AS_IS = "the optimizer's argument of this name"
 _FUSED = "which kernel updates is chosen by where the state rests"
 
 
-class Common(Section):
+class OptimizerParams(Section):
     """What all optimizers take."""
 
     lr: NonNegative = honoured(1e-3, _AS_IS)
@@ -36,7 +36,7 @@ class Common(Section):
     )
 
 
-class AdamParams(Common):
+class AdamParams(OptimizerParams):
     """`Adam` and `AdamW`."""
 
     aliases: ClassVar[dict[str, str]] = {"adamw_mode": "adam_w_mode"}
@@ -53,7 +53,7 @@ class AdamParams(Common):
     fused: MaybeFlag = ignored(None, _FUSED)
 
 
-class AdagradParams(Common):
+class AdagradParams(OptimizerParams):
     """`Adagrad`."""
 
     lr: NonNegative = honoured(1e-2, _AS_IS)
@@ -62,14 +62,14 @@ class AdagradParams(Common):
     initial_accumulator_value: NonNegative = honoured(0.0, _AS_IS)
 
 
-class LionParams(Common):
+class LionParams(OptimizerParams):
     """`Lion`."""
 
     betas: Betas = honoured((0.9, 0.99), _AS_IS)
     set_grad_none: Flag = ignored(True, "zero_grad decides that")
 
 
-OPTIMIZERS: dict[str, type[Common]] = {
+OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "adam": AdamParams,
     "adamw": AdamParams,
     "adagrad": AdagradParams,
@@ -94,7 +94,7 @@ NO_OPTIMIZERS: dict[str, tuple[str, str]] = {
 """Lower-case types that are refused: why, and the nearest."""
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """`optimizer`."""
 
     type: Text = honoured(..., "the optimizer's class; Adam is AdamW unless adam_w_mode is false")
@@ -173,7 +173,7 @@ SCHEDULERS: dict[str, type[ScheduleParams]] = {
 }
 
 
-class Scheduler(Section):
+class SchedulerSection(Section):
     """`scheduler`."""
 
     type: Text = honoured(..., "the schedule's class: DeepSpeed's five, or one of torch.optim.lr_scheduler")

@@ -1,4 +1,4 @@
-"""Owns what is known besides the configuration, and fills in "auto": ranks, model, the Trainer's arguments."""
+"""Owns what fills in "auto": what is known beside the configuration - ranks, model, the Trainer's arguments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
