@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onefold.engine.flat import checksum
 from onefold.engine.session import owner_session
-from onefold.setup.deferred_init import nursery_of
+from onefold.setup.deferred_init import deferred_by
 
 _log = logging.getLogger("onefold")
 _TOLD = "_onefold_told_dropped"
@@ -49,12 +49,12 @@ class Watch:
 
 def _rests_in_parts(param: nn.Parameter) -> bool:
     session = owner_session(param)
-    return nursery_of(param) is not None or (session is not None and session.plan.params.partitioned)
+    return deferred_by(param) is not None or (session is not None and session.plan.params.partitioned)
 
 
 def _described(param: nn.Parameter) -> str:
-    nursery, session = nursery_of(param), owner_session(param)
-    return nursery.describe(param) if nursery is not None else session.describe(param) if session is not None else ""
+    owner, session = deferred_by(param), owner_session(param)
+    return owner.describe(param) if owner is not None else session.describe(param) if session is not None else ""
 
 
 def _forget(params: Sequence[nn.Parameter]) -> None:

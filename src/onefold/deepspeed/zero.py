@@ -21,7 +21,7 @@ from onefold.deepspeed.source import read
 from onefold.deepspeed.values import said
 from onefold.engine.session import Session, owner_session
 from onefold.errors import ConfigError, OnefoldError
-from onefold.setup.deferred_init import Asleep, Nursery, nursery_of
+from onefold.setup.deferred_init import DeferredInit, PartitionedParameter, deferred_by
 from onefold.setup.gathered import gathered
 
 __all__ = [
@@ -51,12 +51,12 @@ TiledLinearReturnBias = refused(
 class Init:
     """A context under which models are made without any rank holding one whole.
 
-    The parameters of a module fall asleep when it is put into another: rank 0's values, each rank keeping a part. What
-    constructors still do with them then, they do on the whole value. `initialize` (or `onefold.shard`) wakes them, one
-    unit at a time. All ranks make the same modules in the same order.
+    The parameters of a module are partitioned when it is put into another: rank 0's values, each rank keeping a part.
+    What constructors still do with them then, they do on the whole value. `initialize` (or `onefold.shard`) makes them
+    whole, one unit at a time. All ranks make the same modules in the same order.
 
     Args:
-        module: one that is made already: its parameters fall asleep at once.
+        module: one that is made already: its parameters are partitioned at once.
         remote_device: "cpu" or "nvme" keeps the parts in host memory; None, where the parameters are.
         config_dict_or_path, config: a DeepSpeed configuration, for the dtype and the remote device.
         enabled: False does nothing.
@@ -92,7 +92,7 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init never quantizes weights; leave zero_quantized_weights out, and use bf16")
         self._contexts = ExitStack()
-        self._nursery: Nursery | None = None
+        self._deferred: DeferredInit | None = None
         if not enabled:
             return
         written = config_dict_or_path if config_dict_or_path is not None else config
@@ -101,22 +101,22 @@ class Init:
         if place not in (None, "none", *_HOST) and not str(place).startswith("cuda"):
             raise ConfigError(f"remote_device={place!r}: expected cpu, nvme, or None")
         comm.init_distributed()
-        self._nursery = Nursery(
+        self._deferred = DeferredInit(
             _WAY_OUT,
             dtype=dtype if dtype is not None else _dtype(settings),
             rest=torch.device("cpu") if place in _HOST else None,
             greet=partial(self._mark, count()),
         )
         if module is not None:
-            self._nursery.take(module)
+            self._deferred.take(module)
 
     @staticmethod
     def _mark(numbers: Iterator[int], param: nn.Parameter) -> None:
         mark(param, next(numbers))
 
     def __enter__(self) -> None:
-        if self._nursery is not None:
-            self._contexts.enter_context(self._nursery.open())
+        if self._deferred is not None:
+            self._contexts.enter_context(self._deferred.open())
 
     def __exit__(self, *exception: Any) -> None:
         self._contexts.__exit__(*exception)
@@ -187,20 +187,20 @@ class GatheredParameters:
 
     def _gather(self) -> Iterator[AbstractContextManager[None]]:
         """Contexts that gather what rests in parts."""
-        nurseries: dict[int, tuple[Nursery, list[nn.Parameter]]] = {}
+        deferred: dict[int, tuple[DeferredInit, list[nn.Parameter]]] = {}
         sessions: dict[int, tuple[Session, list[nn.Parameter]]] = {}
         for param in self._params:
-            nursery, session = nursery_of(param), owner_session(param)
-            if nursery is not None:
-                nurseries.setdefault(id(nursery), (nursery, []))[1].append(param)
+            owner, session = deferred_by(param), owner_session(param)
+            if owner is not None:
+                deferred.setdefault(id(owner), (owner, []))[1].append(param)
             elif session is not None:
                 sessions.setdefault(id(session), (session, []))[1].append(param)
-        for nursery, params in nurseries.values():
-            nursery.settle()
-            awake = [param for param in params if not isinstance(param, Asleep)]
-            if awake:
-                raise OnefoldError(f"{nursery.describe(awake[0])} is gathered already, by a context around this one")
-            yield nursery.gathered(params, write=self._modifier is not None)
+        for owner, params in deferred.values():
+            owner.settle()
+            whole = [param for param in params if not isinstance(param, PartitionedParameter)]
+            if whole:
+                raise OnefoldError(f"{owner.describe(whole[0])} is gathered already, by a context around this one")
+            yield owner.gathered(params, write=self._modifier is not None)
         for _, params in sessions.values():
             yield gathered(params, write=self._modifier is not None)
 
@@ -213,7 +213,7 @@ class GatheredParameters:
         """Bring the values of the modifying rank to rank 0, whose values are kept."""
         if exception[0] is None:
             for param in self._params:
-                if nursery_of(param) is not None or owner_session(param) is not None:
+                if deferred_by(param) is not None or owner_session(param) is not None:
                     comm.broadcast(param.data, self._modifier or 0)
 
 

@@ -28,7 +28,7 @@ from onefold.plan.table import Plan, Tier
 from onefold.setup.build import Builder, Structure, has_shards_to_expose
 from onefold.setup.check_arguments import check_model, check_options
 from onefold.setup.compile_units import Compiler, compile_blocks, uncompiled
-from onefold.setup.deferred_init import wake
+from onefold.setup.deferred_init import materialize_deferred
 from onefold.setup.find_units import UnitChoice, UnitSpec, discover, join_small, outside
 from onefold.setup.free_memory import Demand
 from onefold.setup.gather_choice import GatherChoice, choose_gather
@@ -197,7 +197,7 @@ def _build(
     for index, (unit, plan) in enumerate(zip(packed, design.plans, strict=True)):
         for part in unit.spec.births if is_meta else ():
             together(comm, partial(materialize, model, part, births, device, seed))
-        wake(param for _, param in unit.spec.params)
+        materialize_deferred(param for _, param in unit.spec.params)
         structure = Structure(plan, houses, index in design.kept)
         units.append(builder.build(unit.spec.name, index, unit.packs, structure))
     largest = max(unit.reduced_bytes for unit in units)
