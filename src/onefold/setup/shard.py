@@ -192,11 +192,11 @@ def _build(
     comm, device = builder.comm, builder.device
     seed = comm.exchange([torch.initial_seed() % 2**62])[0][0]
     is_meta = has_meta(model)
-    births = [part for unit in packed for part in unit.spec.births]
+    init_units = [part for unit in packed for part in unit.spec.init_units]
     units = []
     for index, (unit, plan) in enumerate(zip(packed, design.plans, strict=True)):
-        for part in unit.spec.births if is_meta else ():
-            together(comm, partial(materialize, model, part, births, device, seed))
+        for part in unit.spec.init_units if is_meta else ():
+            together(comm, partial(materialize, model, part, init_units, device, seed))
         materialize_deferred(param for _, param in unit.spec.params)
         structure = Structure(plan, houses, index in design.kept)
         units.append(builder.build(unit.spec.name, index, unit.packs, structure))
