@@ -95,7 +95,7 @@ def test_adapters_are_saved_without_what_they_adapt_and_go_on_under_another_leve
 
 def test_a_model_made_of_a_configuration_rests_in_parts_and_has_its_own_initializers_values(results):
     found = results("onefold", "grown")
-    assert found["asleep"]
+    assert found["partitioned"]
     assert {name: value.shape for name, value in found["split"].items()} == {
         name: value.shape for name, value in found["plain"].items()
     }
@@ -113,7 +113,7 @@ def test_a_model_made_of_a_configuration_has_the_values_that_it_has_with_deepspe
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_made_inside_of_init_have_the_values_of_those_made_outside_and_train_as_they_do(results, kind):
     found = results("onefold", "born")[kind]
-    assert set(found["asleep"]) == {"Asleep"}
+    assert set(found["partitioned"]) == {"PartitionedParameter"}
     assert equal(found["split"], found["whole"])
     assert found["trained split"]["losses"] == found["trained whole"]["losses"]
     assert equal(found["trained split"]["values"], found["trained whole"]["values"])

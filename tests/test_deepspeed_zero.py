@@ -18,15 +18,15 @@ from plans import one_and_two_ranks
 
 
 def make_and_compare(rank, num_ranks, most):
-    bound, deferred_init._AWAKE_BYTES = deferred_init._AWAKE_BYTES, most
+    bound, deferred_init._GATHERED_BYTES = deferred_init._GATHERED_BYTES, most
     try:
         model = made(Net, 3 + rank)  # rank 0's values are everyone's
     finally:
-        deferred_init._AWAKE_BYTES = bound
+        deferred_init._GATHERED_BYTES = bound
     params = list(model.parameters())
     with metadata_only():
         held = sum(param.untyped_storage().nbytes() for param in params)
-        kept = [param.__dict__["_onefold_kept"].part for param in params]
+        kept = [param.__dict__["_onefold_owner"].part for param in params]
         fair = [-(-param.numel() // num_ranks) for param in params]
     assert held == 0
     assert [part.numel() for part in kept] == fair

@@ -31,6 +31,14 @@ def test_reading_what_rests_in_parts_is_refused_by_name(ranks, what):
         ranks(1).run(read_outside, what)
 
 
+def shown(rank, num_ranks):
+    return repr(made(Net, 3).embed.weight)
+
+
+def test_what_rests_in_parts_can_be_shown(ranks):
+    assert ranks(2).run(shown) == ["<released parameter 'Embedding.weight' [11, 6]>"] * 2
+
+
 def nest(rank, num_ranks):
     model = made(Net, 3)
     with zero.GatheredParameters(model.embed.weight), zero.GatheredParameters(model.head.weight):

@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from onefold.errors import OptimizerError
-from onefold.optim.elementwise import TorchRule, probe
+from onefold.optim.elementwise import TorchRule, tried
 
 NUM_STEPS = 10
 
@@ -150,29 +150,23 @@ class OddState(Plain):
 
 
 ELEMENTWISE = [
-    # class, arguments, bytes of state an element over fp32 masters, names per element, names of fixed size
-    (torch.optim.Adamax, {}, 8, ("exp_avg", "exp_inf"), ("step",)),
-    (torch.optim.NAdam, {"decoupled_weight_decay": True}, 8, ("exp_avg", "exp_avg_sq"), ("mu_product", "step")),
-    (torch.optim.RAdam, {"weight_decay": 0.1}, 8, ("exp_avg", "exp_avg_sq"), ("step",)),
-    (torch.optim.RMSprop, {}, 4, ("square_avg",), ("step",)),
-    (
-        torch.optim.RMSprop,
-        {"momentum": 0.9, "centered": True},
-        12,
-        ("grad_avg", "momentum_buffer", "square_avg"),
-        ("step",),
-    ),
-    (torch.optim.Rprop, {}, 8, ("prev", "step_size"), ("step",)),
-    (torch.optim.ASGD, {"t0": 3.0}, 4, ("ax",), ("eta", "mu", "step")),
-    (torch.optim.Adadelta, {}, 8, ("acc_delta", "square_avg"), ("step",)),
-    (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, 4, ("sum",), ("step",)),
-    (torch.optim.AdamW, {"amsgrad": True}, 12, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("step",)),
-    (torch.optim.SGD, {}, 0, (), ()),
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 4, ("momentum_buffer",), ()),
-    (Rebinds, {}, 0, (), ()),
-    (ReplacesItsState, {}, 0, (), ("step",)),
-    (NestedState, {}, 9, ("mask", "moments.0", "moments.1"), ("count", "table")),
-    (StateFromConstructor, {"start": 2.0}, 4, ("sum",), ()),
+    # class, arguments, bytes of state an element over fp32 masters
+    (torch.optim.Adamax, {}, 8),
+    (torch.optim.NAdam, {"decoupled_weight_decay": True}, 8),
+    (torch.optim.RAdam, {"weight_decay": 0.1}, 8),
+    (torch.optim.RMSprop, {}, 4),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, 12),
+    (torch.optim.Rprop, {}, 8),
+    (torch.optim.ASGD, {"t0": 3.0}, 4),
+    (torch.optim.Adadelta, {}, 8),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, 4),
+    (torch.optim.AdamW, {"amsgrad": True}, 12),
+    (torch.optim.SGD, {}, 0),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 4),
+    (Rebinds, {}, 0),
+    (ReplacesItsState, {}, 0),
+    (NestedState, {}, 9),
+    (StateFromConstructor, {"start": 2.0}, 4),
 ]
 REFUSED = [
     # class, arguments, what the message says
@@ -180,7 +174,7 @@ REFUSED = [
     (torch.optim.SparseAdam, {}, "SparseAdam cannot .*does not support dense gradients.*onefold.Adam,"),
     (torch.optim.Muon, {}, "Muon cannot .*1-D parameters .*only supports 2D.*onefold.AdamW"),
     (torch.optim.Adafactor, {}, "Adafactor cannot .*depends on other elements.*onefold.Lion"),
-    (torch.optim.Adam, {"differentiable": True}, "Adam cannot .*a step of its own .*failed"),
+    (torch.optim.Adam, {"differentiable": True}, "Adam cannot .*a step .*failed"),
     (Lamb, {}, "Lamb cannot .*depends on other elements"),
     (Lamb, {"lr": 0.0}, "Lamb cannot .*depends on other elements"),
     (LARS, {}, r"LARS cannot .*shape \(6, 4\).*depends on other elements.*onefold.SGD"),
@@ -192,10 +186,10 @@ REFUSED = [
     (CountsInTheGroup, {}, r"on state kept outside state\[parameter\]"),
     (StateOnTheSide, {}, r"on state kept outside state\[parameter\]"),
     (KeepsTheGradient, {}, "ends with other weights"),
-    (Noisy, {}, "draws random numbers"),
+    (Noisy, {}, "depends on .* random numbers"),
     (WantsAClosure, {}, "AssertionError: this optimizer evaluates the loss twice"),
-    (Only1D, {}, r"a step of its own on a dense parameter of shape \(6, 4\) failed \(IndexError"),
-    (OddState, {}, r"its state 'rows' has \(12, 20\) elements for \(24, 40\)"),
+    (Only1D, {}, r"a step on a dense parameter of shape \(6, 4\) failed \(IndexError"),
+    (OddState, {}, r"its state\['rows'\] has \(12, 20\) elements for \(24, 40\)"),
 ]
 
 
@@ -236,20 +230,18 @@ def train_slices(cls, kwargs, group, ends):
     return master
 
 
-@pytest.mark.parametrize(("cls", "kwargs", "itemsize", "per_element", "fixed"), ELEMENTWISE, ids=names)
-def test_an_elementwise_class_is_accepted_and_its_state_counted(cls, kwargs, itemsize, per_element, fixed):
-    found = probe(cls, kwargs)
-    assert found.exact
-    assert (found.per_element, found.fixed) == (per_element, fixed)
-    assert found.state_itemsize(torch.float32) == itemsize
-    assert found.rule.name == f"Elementwise({cls.__name__})"
+@pytest.mark.parametrize(("cls", "kwargs", "itemsize"), ELEMENTWISE, ids=names)
+def test_an_elementwise_class_is_accepted_and_its_state_counted(cls, kwargs, itemsize):
+    rule = tried(cls, kwargs)
+    assert rule.state_itemsize(torch.float32) == itemsize
+    assert rule.name == f"Elementwise({cls.__name__})"
 
 
 @pytest.mark.parametrize(
     ("cls", "itemsize"), [(torch.optim.Adamax, 16), (torch.optim.SGD, 0), (NestedState, 17)], ids=names
 )
 def test_state_of_double_masters_is_counted_as_it_is(cls, itemsize):
-    assert probe(cls, {}).state_itemsize(torch.float64) == itemsize
+    assert tried(cls, {}).state_itemsize(torch.float64) == itemsize
 
 
 @pytest.mark.parametrize("group", [{}, {"lr": 0.05, "weight_decay": 0.2}], ids=str)
@@ -266,16 +258,16 @@ def test_slices_train_as_the_whole_parameter_does(cls, kwargs, group):
 @pytest.mark.parametrize(("cls", "kwargs", "said"), REFUSED, ids=names)
 def test_any_other_class_is_refused_with_reason_and_way_out(cls, kwargs, said):
     with pytest.raises(OptimizerError, match=said) as refused:
-        probe(cls, kwargs)
+        tried(cls, kwargs)
     assert "layouts that keep parameters whole do not exist yet" in str(refused.value)
 
 
 def test_rounding_is_told_apart_from_dependence():
-    assert not probe(Rounds, {}).exact
+    tried(Rounds, {})
 
 
 def test_a_fused_kernel_is_accepted_exact_or_not():
-    assert probe(torch.optim.Adam, {"fused": True}).state_itemsize(torch.float32) == 8
+    assert tried(torch.optim.Adam, {"fused": True}).state_itemsize(torch.float32) == 8
 
 
 @pytest.mark.parametrize(
@@ -292,7 +284,7 @@ def test_a_fused_kernel_is_accepted_exact_or_not():
 )
 def test_wrong_arguments_are_not_blamed_on_the_class(cls, kwargs, said):
     with pytest.raises(OptimizerError, match=said) as refused:
-        probe(cls, kwargs)
+        tried(cls, kwargs)
     assert "flat shards" not in str(refused.value)
 
 
@@ -300,10 +292,9 @@ def test_wrong_arguments_are_not_blamed_on_the_class(cls, kwargs, said):
 def test_probing_gives_the_same_answer_and_leaves_random_state_alone(cls):
     def answer():
         try:
-            found = probe(cls, {})
+            return tried(cls, {}).state_itemsize(torch.float32)
         except OptimizerError as refused:
             return str(refused)
-        return found.exact, found.per_element, found.fixed, found.state_itemsize(torch.float32)
 
     answers = []
     for seed in (1, 2):

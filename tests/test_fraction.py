@@ -12,21 +12,23 @@ from inside import insides
 from models import Stack, build
 from onefold import OFFLOAD, OFFLOAD_3, ZERO_2, Tier
 from onefold.errors import PlanError
-from onefold.plan.mix import UnitBytes, unit_plans
+from onefold.plan.accounting import UnitBytes
+from onefold.plan.mix import unit_plans
+from onefold.setup import free_memory
 from onefold.setup import offload_fraction as choice
-from onefold.setup.offload_fraction import UnitStates, fitting
+from onefold.setup.offload_fraction import fitting
 
-UNITS = [UnitStates(size=UnitBytes(params=2 * n, grads=2 * n), optim=10 * n) for n in (100, 7, 7, 7, 50)]
-NUMEL = sum(unit.size.params for unit in UNITS) // 2
+UNITS = [UnitBytes(params=2 * n, grads=2 * n, optim=2 * n, state=8 * n) for n in (100, 7, 7, 7, 50)]
+NUMEL = sum(unit.params for unit in UNITS) // 2
 
 
 def on_device(plan, kept):
-    plans = unit_plans(plan.keeping(kept), [unit.size for unit in UNITS])
+    plans = unit_plans(plan.keeping(kept), UNITS)
     return sum(
         nbytes
         for each, unit in zip(plans, UNITS, strict=True)
         for placement, nbytes in zip(
-            (each.params, each.grads, each.optim), (unit.size.params, unit.size.grads, unit.optim), strict=True
+            (each.params, each.grads, each.optim), (unit.params, unit.grads, unit.optim + unit.state), strict=True
         )
         if placement.farthest == Tier.DEVICE
     )
@@ -37,7 +39,7 @@ def on_device(plan, kept):
 def test_the_largest_part_that_fits_is_kept(plan, available):
     kept = fitting(plan, UNITS, 1, available)
     assert on_device(plan, kept) <= max(available, on_device(plan, 0))
-    sizes = [unit.size.grads for unit in UNITS]
+    sizes = [unit.grads for unit in UNITS]
     for count in range(len(sizes) + 1):  # of all parts that end with a unit, none larger fits
         other = Fraction(sum(sizes[:count]), sum(sizes))
         assert on_device(plan, other) <= on_device(plan, kept) or on_device(plan, other) > available
@@ -50,13 +52,13 @@ def test_more_ranks_keep_more():
 
 def chosen(rank, num_ranks, free_bytes, seconds):
     """The plan that "auto" takes where rank 1 has less memory than rank 0."""
-    usual = choice.device_bytes, choice.update_seconds
-    choice.device_bytes = lambda device: (0, free_bytes // (1 + rank))
+    usual = free_memory.device_bytes, choice.update_seconds
+    free_memory.device_bytes = lambda device: (0, free_bytes // (1 + rank))
     choice.update_seconds = lambda device, num_threads: seconds
     try:
         model = onefold.shard(build(Stack), OFFLOAD, fraction="auto")
     finally:
-        choice.device_bytes, choice.update_seconds = usual
+        free_memory.device_bytes, choice.update_seconds = usual
     return str(insides(model).plan)
 
 

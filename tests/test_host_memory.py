@@ -30,14 +30,20 @@ class Deep(nn.Module):
         return self.blocks(x)
 
 
-def sharded(rank, num_ranks, plan, available, device=PLENTY, params=None):
+class HalfFrozen(Deep):
+    def __init__(self):
+        super().__init__()
+        self.blocks[: DEPTH // 2].requires_grad_(False)
+
+
+def sharded(rank, num_ranks, plan, available, device=PLENTY, params=None, make=Deep):
     """What `shard` said, where a machine has so much for all ranks, their models included."""
     with (
         patch.object(host_memory_check, "available_bytes", lambda: available - num_ranks * PRESENT),
         patch.object(host_memory_check, "device_bytes", lambda _: (device, device)),
     ):
         try:
-            onefold.shard(build(Deep), NAMED_PLANS[plan], precision=onefold.Precision(params=params))
+            onefold.shard(build(make), NAMED_PLANS[plan], precision=onefold.Precision(params=params))
         except HostMemoryError as error:
             return str(error)
     return None
@@ -75,10 +81,11 @@ def test_what_is_asked_for_is_what_all_ranks_of_the_machine_take(ranks, plan, pa
     assert ranks(num_ranks).run(sharded, plan, at_once + 64 * num_ranks, PLENTY, params) == [None] * num_ranks
 
 
-def test_a_rank_takes_what_the_check_counts():
-    model = onefold.shard(build(Deep), onefold.OFFLOAD)
+@pytest.mark.parametrize("make", [Deep, HalfFrozen])
+def test_a_rank_takes_what_the_check_counts(make):
+    model = onefold.shard(build(make), onefold.OFFLOAD)
     held = onefold.predicted(model, onefold.AdamW(model)).tier_bytes[Tier.HOST]
-    told = sharded(0, 1, "offload", 0)
+    told = sharded(0, 1, "offload", 0, make=make)
     assert 0 <= held - asked(told)[0] <= 64 * 4 * DEPTH  # padding
 
 

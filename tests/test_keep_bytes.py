@@ -12,7 +12,8 @@ from checks import same, weights
 from inside import counted, insides, units_of
 from models import Block, Checkpointed, Reentrant, Stack, build
 from onefold.errors import ReleasedParameterError, ShardError
-from onefold.setup import offload_fraction
+from onefold.plan.accounting import UnitBytes
+from onefold.setup import free_memory
 from onefold.setup.reshard_policy import bytes_to_keep, kept_units
 from plans import NAMED_PLANS
 from ranks import Turn
@@ -239,18 +240,18 @@ def test_an_empty_unit_is_not_kept():
 
 def decided(rank, num_ranks, plan):
     """What "auto" comes to on a GPU whose free memory differs from rank to rank, and on this CPU."""
-    usual = offload_fraction.device_bytes
-    offload_fraction.device_bytes = lambda device: (400, 1000 - 100 * rank)
+    usual = free_memory.device_bytes
+    free_memory.device_bytes = lambda device: (400, 1000 - 100 * rank)
     model = onefold.shard(build(Stack), onefold.ZERO_3)
     comm = insides(model).comm
-    states = [offload_fraction.UnitStates(size=offload_fraction.UnitBytes(params=20, grads=20), optim=60)] * 2
+    demand = partial(free_memory.Demand, units=[UnitBytes(params=20, grads=20, optim=60)] * 2, comm=comm)
     try:
         return [
-            bytes_to_keep("auto", NAMED_PLANS[plan], states, comm, torch.device(device), present)
+            bytes_to_keep("auto", NAMED_PLANS[plan], demand(device=torch.device(device), present={device: present}))
             for device, present in (("cuda", 0), ("cuda", 50), ("cpu", 50))
         ]
     finally:
-        offload_fraction.device_bytes = usual
+        free_memory.device_bytes = usual
 
 
 @pytest.mark.parametrize(("plan", "states"), [("zero_3", 100), ("offload_3", 0), ("zero_2", None)])

@@ -92,7 +92,7 @@ def born(directory, base):
         found[kind] = {
             "split": values_of(model),
             "whole": values_of(whole(kind)),
-            "asleep": [type(param).__name__ for param in model.parameters()],
+            "partitioned": [type(param).__name__ for param in model.parameters()],
             "trained split": train(model, rank),
             "trained whole": train(whole(kind), rank),
         }

@@ -160,12 +160,12 @@ def grown(directory, base):
     settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     kept = HfDeepSpeedConfig(settings)
     model = make()
-    is_asleep = [type(param).__name__ == "Asleep" for param in model.model.layers.parameters()]
+    is_partitioned = [type(param).__name__ == "PartitionedParameter" for param in model.model.layers.parameters()]
     engine = deepspeed.initialize(model=model, config=settings)[0]
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         values = {name: value.clone() for name, value in engine.module.state_dict().items()}
     del kept
-    return {"plain": plain, "split": values, "asleep": all(is_asleep)}
+    return {"plain": plain, "split": values, "partitioned": all(is_partitioned)}
 
 
 def prepared(base, name, settings):

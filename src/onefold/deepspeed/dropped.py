@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onefold.engine.flat import checksum
 from onefold.engine.session import owner_session
-from onefold.setup.deferred_init import deferred_init_of
+from onefold.setup.deferred_init import deferred_by
 
 _log = logging.getLogger("onefold")
 _TOLD = "_onefold_told_dropped"
@@ -49,11 +49,11 @@ class Watch:
 
 def _rests_in_parts(param: nn.Parameter) -> bool:
     session = owner_session(param)
-    return deferred_init_of(param) is not None or (session is not None and session.plan.params.partitioned)
+    return deferred_by(param) is not None or (session is not None and session.plan.params.partitioned)
 
 
 def _described(param: nn.Parameter) -> str:
-    deferred, session = deferred_init_of(param), owner_session(param)
+    deferred, session = deferred_by(param), owner_session(param)
     return deferred.describe(param) if deferred is not None else session.describe(param) if session is not None else ""
 
 

@@ -20,8 +20,8 @@ from onefold.engine.hooks import change_entering
 from onefold.engine.session import session_of
 from onefold.errors import EngineError
 from onefold.optim.optimizer import Optimizer
+from onefold.setup.compile_units import compile_units
 from onefold.setup.gathered import accumulate
-from onefold.setup.shard import compile_units
 
 _log = logging.getLogger("onefold")
 _TRAIN = "train"

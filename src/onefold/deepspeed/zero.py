@@ -21,7 +21,7 @@ from onefold.deepspeed.unsupported_names import unsupported
 from onefold.deepspeed.values import said
 from onefold.engine.session import Session, owner_session
 from onefold.errors import ConfigError, OnefoldError
-from onefold.setup.deferred_init import Asleep, DeferredInit, deferred_init_of
+from onefold.setup.deferred_init import DeferredInit, PartitionedParameter, deferred_by
 from onefold.setup.gathered import gathered
 
 __all__ = [
@@ -190,16 +190,16 @@ class GatheredParameters:
         inits: dict[int, tuple[DeferredInit, list[nn.Parameter]]] = {}
         sessions: dict[int, tuple[Session, list[nn.Parameter]]] = {}
         for param in self._params:
-            deferred, session = deferred_init_of(param), owner_session(param)
+            deferred, session = deferred_by(param), owner_session(param)
             if deferred is not None:
                 inits.setdefault(id(deferred), (deferred, []))[1].append(param)
             elif session is not None:
                 sessions.setdefault(id(session), (session, []))[1].append(param)
         for deferred, params in inits.values():
-            deferred.sleep_again()
-            awake = [param for param in params if not isinstance(param, Asleep)]
-            if awake:
-                raise OnefoldError(f"{deferred.describe(awake[0])} is gathered already, by a context around this one")
+            deferred.settle()
+            whole = [param for param in params if not isinstance(param, PartitionedParameter)]
+            if whole:
+                raise OnefoldError(f"{deferred.describe(whole[0])} is gathered already, by a context around this one")
             yield deferred.gathered(params, write=self._modifier is not None)
         for _, params in sessions.values():
             yield gathered(params, write=self._modifier is not None)
@@ -213,7 +213,7 @@ class GatheredParameters:
         """Bring the values of the modifying rank to rank 0, whose values are kept."""
         if exception[0] is None:
             for param in self._params:
-                if deferred_init_of(param) is not None or owner_session(param) is not None:
+                if deferred_by(param) is not None or owner_session(param) is not None:
                     comm.broadcast(param.data, self._modifier or 0)
 
 

@@ -1,25 +1,24 @@
 """Owns the use of any element-wise `torch.optim` class on flat shards, and the experiment that tells whether it is one.
 
-Invariant: a class passes `probe` only if cutting a parameter's numbers into flat pieces leaves its result as it was.
+Invariant: a class passes `tried` only if cutting a parameter's numbers into flat pieces leaves its result as it was.
 State is opaque here: it is whatever dict the class keeps for a parameter, one dict for each slice.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from onefold.errors import OptimizerError
 
-_CPU = torch.device("cpu")
 _NUM_STEPS = 8
 """Enough for rules that change course after some steps: RAdam starts to rectify at its sixth."""
 _CUTS: Mapping[tuple[int, ...], tuple[int, ...]] = {
@@ -32,6 +31,9 @@ _CUTS: Mapping[tuple[int, ...], tuple[int, ...]] = {
 """Shapes to try and where to cut them. The last is for classes that treat large parameters otherwise (8-bit states)."""
 _LEAST_LR = 1e-2
 """Updates much smaller than a weight would drown in its rounding: a class is tried with at least this learning rate."""
+_ROUNDING = 1e-5
+"""How far a weight may end apart, of the largest it has been: a vectorized pow may round otherwise at the end of a run.
+Taking part in a norm moves it by far more."""
 _STATE_NUMELS = (24, 40)
 """Two slice sizes: state that grows with them is per element, state that does not is fixed."""
 _INSTEAD = {"SparseAdam": "Adam", "Adafactor": "Lion", "LARS": "SGD"}
@@ -42,7 +44,7 @@ class TorchRule:
     """A `torch.optim` class as a rule for flat slices, built anew over the slice at every update.
 
     Args:
-        cls: a subclass of `torch.optim.Optimizer`. Only `probe` tells whether it may be used on slices.
+        cls: a subclass of `torch.optim.Optimizer`. Only `tried` tells whether it may be used on slices.
         kwargs: its keyword arguments, as in `cls(parameters, **kwargs)`.
     Raises:
         OptimizerError: `cls` is no optimizer class, refuses `kwargs`, or cannot be built over a 1-D parameter.
@@ -110,56 +112,96 @@ class TorchRule:
         if param.data_ptr() != master_slice.data_ptr():  # the class has put a new tensor in place of the slice
             master_slice.copy_(param.detach())
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Probe:
-    """What the experiment found out about an element-wise class.
-
-    `exact`: the pieces equalled the whole bit for bit (else up to rounding). `per_element`: names of the state that has
-    one entry for each parameter element. `fixed`: names of the state whose size does not depend on the slice (`step`).
-    """
-
-    rule: TorchRule
-    device: torch.device
-    exact: bool
-    per_element: tuple[str, ...]
-    fixed: tuple[str, ...]
-
-    def state_itemsize(self, master_dtype: torch.dtype) -> int:
-        """Bytes of state for each parameter element when the master weights are of `master_dtype`; `fixed` not counted.
+    def state_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of state for each element whose exact weight is of `dtype`; what does not grow with them (`step`) is
+        not counted.
 
         Raises:
-            OptimizerError: the class does not work in this dtype.
+            OptimizerError: some state grows otherwise.
         """
-        with _own_rng(self.device):
-            return sum(_itemsizes(self.rule, master_dtype, self.device)[0].values())
+        states = [self.new_state() for _ in _STATE_NUMELS]
+        with torch.no_grad():
+            for numel, state in zip(_STATE_NUMELS, states, strict=True):
+                self.update_slice(torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype), state, self._defaults)
+        itemsize = 0
+        for (path, small), large in zip(tree_leaves_with_path(states[0]), tree_leaves(states[1]), strict=True):
+            sizes = tuple(value.numel() if isinstance(value, Tensor) else 1 for value in (small, large))
+            if sizes == _STATE_NUMELS:
+                itemsize += small.element_size()
+            elif sizes[0] != sizes[1]:
+                told = f"its state{keystr(path)} has {sizes} elements for {_STATE_NUMELS} parameter elements"
+                raise _refusal(self.cls, told)
+        return itemsize
 
 
-def probe(cls: type[Optimizer], kwargs: Mapping[str, Any], device: torch.device = _CPU) -> Probe:
-    """Find out by experiment whether `cls(..., **kwargs)` updates each element by itself, in fp32.
+def tried(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> TorchRule:
+    """`cls(..., **kwargs)` as a rule, once it was found by experiment to update each element by itself, in fp32.
 
     Parameters of several shapes are trained by the class as it is, and as flat pieces by `TorchRule`; gradients and
     weights span six orders of magnitude, so that a norm taken over a parameter shows. The result holds for the
-    hyper-parameters in `kwargs`: where groups differ in a way that could matter, probe each. Leaves torch's global
-    random state as it was.
+    hyper-parameters in `kwargs`: where groups differ in a way that could matter, try each. Leaves torch's global random
+    state as it was.
 
     Raises:
         OptimizerError: the class needs a closure, sparse gradients or whole parameters, draws random numbers, keeps
             state outside `state[parameter]`, or does not work at all; the message says which, and what to use.
     """
-    exact = True
-    with _own_rng(device), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.default_generator.manual_seed(0)
         rule = TorchRule(cls, dict(kwargs))
         closure = inspect.signature(cls.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise _refusal(cls, "its step needs a closure that evaluates the loss again")
-        one, other = (_train_whole(rule, (6, 4), device, seed) for seed in (1, 2))
-        if not torch.equal(one[-1], other[-1]):
-            raise _refusal(cls, "it draws random numbers, so two runs on the same gradients differ")
-        for shape in _CUTS:
-            exact &= _same(rule, shape, _train_whole(rule, shape, device, seed=1), _train_pieces(rule, shape, device))
-        per_element, fixed = _itemsizes(rule, torch.float32, device)
-    return Probe(rule=rule, device=device, exact=exact, per_element=tuple(per_element), fixed=fixed)
+        for shape, ends in _CUTS.items():
+            try:
+                apart = _apart(rule, shape, ends)
+            except Exception as error:
+                raise _refusal(cls, f"a step on a dense parameter of shape {shape} failed ({_said(error)})") from error
+            if isnan(apart):
+                raise OptimizerError(
+                    f"{_call(rule)}: weights are no longer finite after {_NUM_STEPS} steps on gradients between 1e-4 "
+                    "and 1e4; check these hyper-parameters"
+                )
+            if apart > _ROUNDING:
+                raise _refusal(
+                    cls,
+                    f"a parameter of shape {shape} cut into flat pieces ends with other weights (off by up to "
+                    f"{apart:.1e} of their size after {_NUM_STEPS} steps), so an element's update depends on other "
+                    "elements, on the parameter's shape, on random numbers, or on state kept outside state[parameter]",
+                )
+        rule.state_itemsize(torch.float32)
+    return rule
+
+
+def _apart(rule: TorchRule, shape: tuple[int, ...], ends: tuple[int, ...]) -> float:
+    """How far weights are apart, in their size, that the class has trained whole and `rule` in pieces; nan where they
+    are not finite."""
+    numel = prod(shape)
+    generator = torch.Generator().manual_seed(numel)
+
+    def draw(decades: float) -> Tensor:
+        """Magnitudes differ within and between pieces and steps; some are zero."""
+        scale = 10 ** ((torch.rand(numel, generator=generator) - 0.5) * decades)
+        return torch.randn(numel, generator=generator) * scale
+
+    master, hyper = draw(2), rule.defaults()
+    if isinstance(hyper.get("lr"), (int, float, Tensor)):
+        hyper["lr"] = max(float(hyper["lr"]), _LEAST_LR)
+    param, largest = Parameter(master.clone().view(shape)), master.abs()
+    optimizer = _build(rule.cls, {"params": [param], **hyper}, rule.kwargs)
+    buffer = torch.empty_like(master)  # used again for every step, as a shard's is: a class may not hold on to it
+    pieces = [(slice(*pair), rule.new_state()) for pair in pairwise(ends)]
+    for step in range(_NUM_STEPS):
+        grad = draw(6) * 10.0 ** (step % 3 - 1)
+        grad[:: 1 + numel // 3] = 0
+        param.grad = grad.clone().view(shape)
+        optimizer.step()
+        largest = torch.maximum(largest, param.detach().flatten().abs())
+        buffer.copy_(grad)
+        with torch.no_grad():
+            for where, state in pieces:
+                rule.update_slice(master[where], buffer[where], state, hyper)
+    return float(((param.detach().flatten() - master).abs() / largest).max())
 
 
 def _build(cls: type[Optimizer], param: "Parameter | dict[str, Any]", kwargs: Mapping[str, Any]) -> Optimizer:
@@ -182,132 +224,3 @@ def _refusal(cls: type[Optimizer], reason: str) -> OptimizerError:
         "class whose update of an element looks at that element alone (Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD, "
         "Adadelta, ...); layouts that keep parameters whole do not exist yet"
     )
-
-
-@contextmanager
-def _own_rng(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn or seeded inside is forgotten afterwards."""
-    devices = [] if device.type == "cpu" else [device.index or 0]
-    with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
-        yield
-
-
-@contextmanager
-def _refused_if_it_fails(cls: type[Optimizer], doing: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise _refusal(cls, f"{doing} failed ({_said(error)})") from error
-
-
-def _numbers(numel: int) -> tuple[Tensor, list[Tensor]]:
-    """Weights and each step's gradients: magnitudes differ within and between pieces and steps; some are zero."""
-    generator = torch.Generator().manual_seed(numel)
-
-    def draw(decades: float) -> Tensor:
-        scale = 10 ** ((torch.rand(numel, generator=generator) - 0.5) * decades)
-        return torch.randn(numel, generator=generator) * scale
-
-    weights = draw(2)
-    grads = [draw(6) * 10.0 ** (step % 3 - 1) for step in range(_NUM_STEPS)]
-    for grad in grads:
-        grad[:: 1 + numel // 3] = 0
-    return weights, grads
-
-
-def _trial_hyper(rule: TorchRule) -> dict[str, Any]:
-    hyper = rule.defaults()
-    if isinstance(hyper.get("lr"), (int, float, Tensor)):
-        hyper["lr"] = max(float(hyper["lr"]), _LEAST_LR)
-    return hyper
-
-
-def _train_whole(rule: TorchRule, shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
-    """The weights before and after every step of the class itself on one parameter: [_NUM_STEPS + 1, numel]."""
-    weights, grads = _numbers(prod(shape))
-    torch.default_generator.manual_seed(seed)
-    with _refused_if_it_fails(rule.cls, f"a step of its own on a dense parameter of shape {shape}"):
-        param = Parameter(weights.to(device).view(shape))
-        optimizer = _build(rule.cls, {"params": [param], **_trial_hyper(rule)}, rule.kwargs)
-        path = [param.detach().flatten().clone()]
-        for grad in grads:
-            param.grad = grad.to(device).view(shape)
-            optimizer.step()
-            path.append(param.detach().flatten().clone())
-    if not path[-1].isfinite().all():
-        raise OptimizerError(
-            f"{_call(rule)}: weights are no longer finite after {_NUM_STEPS} steps on gradients between 1e-4 and 1e4; "
-            "check these hyper-parameters"
-        )
-    return torch.stack(path)
-
-
-def _train_pieces(rule: TorchRule, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same weights after `TorchRule` has trained them in pieces: [numel]."""
-    weights, grads = _numbers(prod(shape))
-    master = weights.to(device)
-    buffer = torch.empty_like(master)  # used again for every step, as a shard's is: a class may not hold on to it
-    pieces = [(slice(*ends), rule.new_state()) for ends in pairwise(_CUTS[shape])]
-    hyper = _trial_hyper(rule)
-    with torch.no_grad(), _refused_if_it_fails(rule.cls, "a step on a flat piece of a parameter"):
-        for grad in grads:
-            buffer.copy_(grad)
-            for where, state in pieces:
-                rule.update_slice(master[where], buffer[where], state, hyper)
-    return master
-
-
-def _same(rule: TorchRule, shape: tuple[int, ...], path: Tensor, pieces: Tensor) -> bool:
-    """Do the pieces end where the path does, bit for bit (True) or up to rounding (False)? Anything else is refused."""
-    if torch.equal(path[-1], pieces):
-        return True
-    # A vectorized pow may round otherwise at the end of a run. What that can add up to goes by how large a weight has
-    # been on its way; taking part in a norm moves it by far more.
-    worst = ((path[-1] - pieces).abs() / path.abs().amax(dim=0)).max().item()
-    if worst < 1e-5:
-        return False
-    raise _refusal(
-        rule.cls,
-        f"a parameter of shape {shape} cut into flat pieces ends with other weights (off by up to {worst:.1e} of their "
-        f"size after {_NUM_STEPS} steps), so an element's update depends on other elements, on the parameter's shape, "
-        "or on state kept outside state[parameter]",
-    )
-
-
-def _itemsizes(rule: TorchRule, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Bytes per element by state name, and the names of the state of fixed size."""
-    found = []
-    for numel in _STATE_NUMELS:
-        weights, grads = _numbers(numel)
-        master, state = weights.to(device, dtype), rule.new_state()
-        with torch.no_grad(), _refused_if_it_fails(rule.cls, f"a step on a flat piece of {dtype}"):
-            for grad in grads:
-                rule.update_slice(master, grad.to(device, dtype), state, rule.defaults())
-        found.append(dict(_walk("", state)))
-    small, large = found
-    per_element, fixed = {}, []
-    for name in small.keys() | large.keys():
-        sizes = tuple(_numel(entries.get(name)) for entries in found)
-        if sizes == _STATE_NUMELS:
-            per_element[name] = int(small[name].element_size())
-        elif sizes[0] == sizes[1]:
-            fixed.append(name)
-        else:
-            raise _refusal(rule.cls, f"its state {name!r} has {sizes} elements for {_STATE_NUMELS} parameter elements")
-    return dict(sorted(per_element.items())), tuple(sorted(fixed))
-
-
-def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested state, with a dotted name."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _walk(f"{prefix}.{key}" if prefix else str(key), inner)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _walk(f"{prefix}.{index}", inner)
-    else:
-        yield prefix, value
-
-
-def _numel(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onefold.optim import rules
-from onefold.optim.elementwise import probe
+from onefold.optim.elementwise import tried
 from onefold.optim.optimizer import NoDecay, Optimizer
 
 
@@ -144,4 +144,4 @@ class Elementwise(Optimizer):
         for key in ("no_decay", "param_groups", "max_grad_norm", "delayed", "delay_after"):
             if key in arguments:
                 common[key] = arguments.pop(key)
-        super().__init__(model, probe(cls, arguments).rule, **common)
+        super().__init__(model, tried(cls, arguments), **common)

@@ -15,7 +15,7 @@ from onefold.engine.flat import Flat, Trained
 from onefold.engine.grad_states import GradStates
 from onefold.errors import OptimizerError
 from onefold.memory.buffer import exact_dtype
-from onefold.optim.elementwise import TorchRule, probe
+from onefold.optim.elementwise import TorchRule
 from onefold.optim.kernels.host import Run, Step, Updater
 from onefold.optim.rules import Rule, check_state
 from onefold.plan.layout import Piece
@@ -309,7 +309,7 @@ class SliceUpdate(_Update[_Slice]):
 
     @property
     def state_itemsize(self) -> int:
-        return probe(self._rule.cls, self._rule.kwargs).state_itemsize(self._dtype)
+        return self._rule.state_itemsize(self._dtype)
 
     def held(self) -> list[Tensor]:
         return [*self._held_twin(), *self._held_master()] + [

@@ -4,67 +4,16 @@ Integers only - no tensors, no torch. Everything is derived from a `Plan`'s plac
 plan's name. Invariant: all ranks hold the same number of bytes (shards are equal), so a `Budget` speaks for each rank.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onefold.errors import PlanError
-from onefold.plan.layout import Layout
-from onefold.plan.mix import UnitBytes, unit_plans
+from onefold.plan.accounting import FlatSpec, UnitBytes, rank_bytes
+from onefold.plan.mix import unit_plans
 from onefold.plan.table import Placement, Plan, Tier
 
 _GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatSpec:
-    """One flat buffer and what each of its elements costs at rest.
-
-    Args:
-        layout: where its parameters lie and how it splits over the ranks.
-        param_itemsize: bytes an element of the parameters, for example 2 for bf16.
-        grad_itemsize: bytes an element of the gradients as they are kept; 0 where the parameters are frozen.
-        optim_itemsize: bytes an element of the optimizer state, master weights included; 0 where frozen. Adam on bf16:
-            10 with a split master (2 + 4 + 4), 12 with a separate fp32 master (4 + 4 + 4).
-        num_grad_buffers: gradients that rest at once; 2 where updates are delayed.
-    """
-
-    layout: Layout
-    param_itemsize: int
-    grad_itemsize: int
-    optim_itemsize: int
-    num_grad_buffers: int = 1
-
-    @property
-    def trainable(self) -> bool:
-        """True when gradients exist, so something is reduced and updated."""
-        return self.grad_itemsize > 0
-
-    @property
-    def grads_itemsize(self) -> int:
-        """Bytes an element of all gradients that rest at once."""
-        return self.grad_itemsize * self.num_grad_buffers
-
-    @property
-    def unpadded(self) -> UnitBytes:
-        """Whole parameters and gradients without padding."""
-        numel = self.layout.used_numel
-        return UnitBytes(params=numel * self.param_itemsize, grads=numel * self.grad_itemsize)
-
-    @property
-    def whole_params_bytes(self) -> int:
-        """Bytes of the parameters when they are gathered, padding included."""
-        return self.layout.numel * self.param_itemsize
-
-    @property
-    def shard_params_bytes(self) -> int:
-        """Bytes of one rank's part of the parameters, padding included."""
-        return self.layout.shard_numel * self.param_itemsize
-
-    @property
-    def shard_grads_bytes(self) -> int:
-        """Bytes of one rank's part of the gradients, padding included."""
-        return self.layout.shard_numel * self.grad_itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,31 +96,34 @@ class Budget:
             PlanError: a gather count is missing or one too many.
         """
         flats = [flat for unit in units for flat in unit]
+        # [Note: A mix is of units]
+        plans = unit_plans(plan, [UnitBytes.of(flat.used for flat in unit) for unit in units])
+        resting = [UnitBytes.of(flat.resting for flat in unit) for unit in units]
         gathers = _gathers(len(units), forward_gathers, backward_gathers, kept)
-        whole = [sum(flat.whole_params_bytes for flat in unit) * plan.params.partitioned for unit in units]
-        used = [(flat, times) for unit, times in zip(units, gathers, strict=True) for flat in unit]
+        used = [(each, flat, times) for each, unit, times in zip(plans, units, gathers, strict=True) for flat in unit]
         gather_numel, reduce_numel = _wire_numel(
             plan,
             trained=sum(flat.layout.numel for flat in flats if flat.trainable),
-            fetched=sum(flat.layout.numel * times for flat, times in used),
+            fetched=sum(flat.layout.numel * times for _, flat, times in used),
         )
-        # [Note: A mix is of units]
-        plans = unit_plans(plan, [UnitBytes.of(flat.unpadded for flat in unit) for unit in units])
-        placed = [(each, flat) for each, unit in zip(plans, units, strict=True) for flat in unit]
         return cls(
-            params_bytes=_at_rest((each.params, flat.layout, flat.param_itemsize) for each, flat in placed),
-            grads_bytes=_at_rest((each.grads, flat.layout, flat.grads_itemsize) for each, flat in placed),
-            optim_bytes=_at_rest((each.optim, flat.layout, flat.optim_itemsize) for each, flat in placed),
+            **rank_bytes(plans, resting, max((flat.layout.num_shards for flat in flats), default=1)),
             gather_numel=gather_numel,
             reduce_numel=reduce_numel,
             replica_numel=_replica_numel(sum(f.layout.shard_numel for f in flats if f.trainable), num_replicas),
             padding_numel=sum(flat.layout.padding_numel for flat in flats),
             link_bytes=sum(
-                _link_bytes(each, flat.shard_grads_bytes, flat.shard_params_bytes, times)
-                for (each, flat), (_, times) in zip(placed, used, strict=True)
+                _link_bytes(each, part * flat.grad_itemsize, part * flat.param_itemsize, times)
+                for each, flat, times in used
+                for part in (flat.layout.shard_numel,)
             ),
-            **_window(whole, root, kept),
+            **_window([unit.params * plan.params.partitioned for unit in resting], root, kept),
         )
+
+    @classmethod
+    def at_rest(cls, plan: Plan, units: Sequence[UnitBytes], num_shards: int) -> "Budget":
+        """What one rank keeps of units of so many bytes, and nothing of what a step moves."""
+        return cls(**rank_bytes(unit_plans(plan, units), units, num_shards))
 
     @classmethod
     def for_numel(
@@ -292,15 +244,10 @@ def max_numel(
         named = ", ".join(tier.name for tier in limits) or "no tier"
         raise PlanError(f"{plan} keeps nothing on {named}, so there is no largest model; give memory_bytes by tier")
 
+    itemsizes = {"param_itemsize": param_itemsize, "grad_itemsize": grad_itemsize, "optim_itemsize": optim_itemsize}
+
     def fits(numel: int) -> bool:
-        held = Budget.for_numel(
-            plan,
-            numel,
-            num_ranks,
-            param_itemsize=param_itemsize,
-            grad_itemsize=grad_itemsize,
-            optim_itemsize=optim_itemsize,
-        ).tier_bytes
+        held = Budget.for_numel(plan, numel, num_ranks, **itemsizes).tier_bytes
         return all(held[tier] <= limit for tier, limit in limits.items())
 
     # Bytes on each tier never fall as numel grows (see split_bytes), so double and bisect: exact at any size.
@@ -324,14 +271,6 @@ def split_bytes(placement: Placement, nbytes: int) -> dict[Tier, int]:
         parts[tier] = left * fraction // weight
         left, weight = left - parts[tier], weight - fraction
     return parts
-
-
-def _at_rest(parts: Iterable[tuple[Placement, Layout, int]]) -> dict[Tier, int]:
-    """Bytes one rank keeps by tier, given each flat buffer's single-tier placement, layout and bytes an element."""
-    held = dict.fromkeys(Tier, 0)
-    for placement, layout, itemsize in parts:
-        held[placement.farthest] += (layout.shard_numel if placement.partitioned else layout.numel) * itemsize
-    return held
 
 
 def _window(whole: Sequence[int], root: int, kept: Collection[int]) -> dict[str, Any]:

@@ -7,26 +7,12 @@ next forward needs first are updated on the device, at once, and the host's upda
 to hide under.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
+from onefold.plan.accounting import UnitBytes
 from onefold.plan.table import Placement, Plan, Tier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitBytes:
-    """One unit's whole parameters and gradients, without padding; what is frozen has no gradients."""
-
-    params: int
-    grads: int
-
-    @classmethod
-    def of(cls, parts: "Iterable[UnitBytes]") -> "UnitBytes":
-        """The sum of the parts of a unit."""
-        listed = list(parts)
-        return cls(params=sum(part.params for part in listed), grads=sum(part.grads for part in listed))
 
 
 def unit_plans(plan: Plan, units: Sequence[UnitBytes]) -> list[Plan]:

@@ -43,8 +43,8 @@ class UnitSpec:
     """The units it was joined of, if it was."""
 
     @property
-    def births(self) -> "list[UnitSpec]":
-        """What its tensors are born as, if they are on the meta device: the same under every plan."""
+    def init_units(self) -> "list[UnitSpec]":
+        """The units that its tensors are initialized as, if they are on the meta device: the same under every plan."""
         return self.parts or [self]
 
 
@@ -103,18 +103,10 @@ def _numel_of(specs: Sequence[UnitSpec]) -> int:
 
 def outside(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[tuple[str, nn.Module]]:
     """The modules inside the model and outside of every other unit that hold parameters, or modules that do."""
-    borders = {id(module) for spec in specs for _, module in spec.modules}
-    seen = set(borders)
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for key, child in module.named_children():
-            if id(child) not in seen and next(child.parameters(), None) is not None:
-                seen.add(id(child))
-                child_name = f"{name}.{key}".lstrip(".")
-                yield child_name, child
-                yield from visit(child_name, child)
-
-    yield from visit("", model)
+    borders = {module for spec in specs for _, module in spec.modules} - {model}
+    for name, module in model.named_modules(borders):
+        if module is not model and next(module.parameters(), None) is not None:
+            yield name, module
 
 
 def _assign(model: nn.Module, specs: list[UnitSpec]) -> None:
@@ -246,23 +238,23 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _check_apart(model: nn.Module) -> None:
-    """Refuse different parameters at one place in memory, and buffers that lie in a trained one: each would get a
-    place of its own, and they would part.
+    """Refuse different parameters at one place in memory, and buffers that lie in a trained one: units would give each
+    a place of its own, and they would part.
 
     Raises:
         ShardError: naming both.
     """
-    params = sorted(_places(model.named_parameters()))
+    params = sorted(_ranges(model.named_parameters()))
     for (_, end, other), (start, _, name) in pairwise(params):
         if start < end:
             raise ShardError(
                 f"{other!r} and {name!r} are different parameters that share memory; to tie them, let both modules "
                 "hold the same Parameter object (module.weight = other.weight)"
             )
-    trained = sorted(_places((name, param) for name, param in model.named_parameters() if param.requires_grad))
+    trained = sorted(_ranges((name, param) for name, param in model.named_parameters() if param.requires_grad))
     starts = [start for start, _, _ in trained]
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if not isinstance(buffer, nn.Parameter))
-    for start, end, name in _places(buffers):
+    for start, end, name in _ranges(buffers):
         nearest = bisect_left(starts, end) - 1
         if nearest >= 0 and start < trained[nearest][1]:
             raise ShardError(
@@ -272,7 +264,7 @@ def _check_apart(model: nn.Module) -> None:
             )
 
 
-def _places(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, str]]:
+def _ranges(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, int, str]]:
     """Where in memory tensors lie that fill a range of it: first byte, the one behind the last, name."""
     for name, tensor in named:
         if tensor.is_meta or isinstance(tensor, ReleasedParameter) or tensor.layout != torch.strided:

@@ -6,7 +6,7 @@ import platform
 import time
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -24,12 +24,6 @@ _TRIAL_BYTES = 2**25
 """Of each rank's shard: about a block of a 7B model over four ranks."""
 _TRIAL_SIDE = 8192
 _TRIALS = 8
-
-
-def check_gather(how: str) -> None:
-    """Raise ShardError unless `how` is a choice."""
-    if how not in get_args(GatherChoice):
-        raise ShardError(f"gather={how!r}: give one of {', '.join(map(repr, get_args(GatherChoice)))}")
 
 
 def choose_gather(how: GatherChoice, comm: Comm, device: torch.device) -> Comm:

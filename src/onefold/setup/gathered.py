@@ -15,7 +15,8 @@ from onefold.engine.sharded_unit import KeptUnit
 from onefold.engine.unit import Unit
 from onefold.errors import ReleasedParameterError
 from onefold.optim.optimizer import Optimizer
-from onefold.plan.budget import Budget, FlatSpec
+from onefold.plan.accounting import FlatSpec
+from onefold.plan.budget import Budget
 from onefold.plan.table import Tier
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -177,7 +178,7 @@ def guard_state_dict(model: nn.Module, session: Session) -> None:
 def predicted(model: nn.Module, optimizer: Optimizer) -> Budget:
     """What one rank should hold and send, by the plan and the geometry alone."""
     session = session_of(model, "predicted")
-    specs = [[_spec(session, unit, flat, optimizer) for flat in unit.flats] for unit in session.runtime.units]
+    specs = [[_spec(flat, optimizer) for flat in unit.flats] for unit in session.runtime.units]
     kept = [unit.index for unit in session.runtime.units if isinstance(unit, KeptUnit)]
     return Budget.of(session.plan, specs, kept=kept, num_replicas=session.comm.num_replicas)
 
@@ -200,12 +201,16 @@ def measured(model: nn.Module, optimizer: Optimizer) -> Budget:
     return Budget(params_bytes=params, grads_bytes=grads, optim_bytes=optim)
 
 
-def _spec(session: Session, unit: Unit, flat: Flat, optimizer: Optimizer) -> FlatSpec:
-    trained = flat.trained
+def _spec(flat: Flat, optimizer: Optimizer) -> FlatSpec:
+    param_itemsize, trained = flat.weight.element_size(), flat.trained
+    if trained is None:
+        return FlatSpec(layout=flat.layout, param_itemsize=param_itemsize, grad_itemsize=0, optim_itemsize=0)
     return FlatSpec(
         layout=flat.layout,
-        param_itemsize=flat.weight.element_size(),
-        grad_itemsize=0 if trained is None else trained.gradients.dtype.itemsize,
-        num_grad_buffers=1 if trained is None else max(1, len(trained.gradients.keep.reserved)),
-        optim_itemsize=0 if trained is None else trained.itemsize + optimizer.state_itemsize(flat),
+        param_itemsize=param_itemsize,
+        grad_itemsize=trained.gradients.dtype.itemsize,
+        num_grad_buffers=max(1, len(trained.gradients.keep.reserved)),
+        optim_itemsize=trained.master.itemsize,
+        twin_itemsize=param_itemsize,
+        state_itemsize=optimizer.state_itemsize(flat),
     )

@@ -1,20 +1,21 @@
-"""Owns the birth of models built on the meta device: one unit at a time, from the model's own initializers.
+"""Owns the initialization of models built on the meta device: one unit at a time, by the model's own initializers.
 
-Every unit is drawn from a seed made of torch's seed and the unit's name, whole, on every rank, so values depend neither
-on the world size nor on what was drawn before. Floating-point tensors start as NaN: one that no initializer fills is
-found and named.
+Every rank draws every unit whole, from a seed made of torch's seed and the unit's name, so values depend neither on the
+world size nor on what was drawn before. Floating-point tensors start as NaN: one that no initializer fills is found and
+named.
 
 [Note: Whose initializer]
 Initializers run as if the whole model were initialized, innermost modules first: those of the modules that own a tensor
 of the unit, then those of the modules around them, which may overwrite it (`nn.Transformer`, GPT-2's residual
-projections). Whatever is not being born meanwhile - tensors of other units, tensors that already have values, later
-owners' views of a tied parameter - shows as a meta tensor, so writing to it changes nothing and draws nothing.
+projections). Whatever is not being materialized meanwhile - tensors of other units, tensors that already have values,
+later owners' views of a tied parameter - shows as a meta tensor, so writing to it changes nothing and draws nothing.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -44,18 +45,18 @@ def materialize(model: nn.Module, spec: UnitSpec, specs: Sequence[UnitSpec], dev
     wanted = {id(param) for _, param in spec.params if param.is_meta}
     buffers = _buffers(spec, specs)
     owners: dict[str, nn.Module] = {}
-    newborn: set[int] = set()
+    fresh: set[int] = set()
     for name, module in model.named_modules():
-        born = _allocate(module, wanted - newborn, id(module) in buffers, device)
-        newborn |= born
-        if born:
+        made = _allocate(module, wanted - fresh, id(module) in buffers, device)
+        fresh |= made
+        if made:
             owners[name] = module
             _check_adapter(model, name)
     if not owners:
         return
     around = {prefix for name in owners for prefix in _prefixes(name)}
     silent = set()
-    with only(model, owners, newborn), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with only(model, owners, fresh), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed + crc32(spec.name.encode()))
         for name, module in _innermost_first("", model):
             if name in around:
@@ -65,20 +66,13 @@ def materialize(model: nn.Module, spec: UnitSpec, specs: Sequence[UnitSpec], dev
                 else:
                     silent.add(name)
     for name, module in owners.items():
-        _check_filled(name, module, newborn, name in silent)
+        _check_filled(name, module, fresh, name in silent)
 
 
 def _buffers(spec: UnitSpec, specs: Sequence[UnitSpec]) -> set[int]:
-    """Ids of the modules whose buffers are born with the unit."""
-    borders = {id(module) for other in specs if other is not spec for _, module in other.modules}
-
-    def inside(module: nn.Module) -> Iterator[int]:
-        yield id(module)
-        for child in module.children():
-            if id(child) not in borders:
-                yield from inside(child)
-
-    return {each for _, module in spec.modules for each in inside(module)}
+    """Ids of the modules whose buffers are initialized with the unit."""
+    borders = {module for other in specs if other is not spec for _, module in other.modules}
+    return {id(inner) for _, module in spec.modules for _, inner in module.named_modules(borders - {module})}
 
 
 def _check_adapter(model: nn.Module, name: str) -> None:
@@ -94,30 +88,23 @@ def _check_adapter(model: nn.Module, name: str) -> None:
             )
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        for key, tensor in tensors.items():
-            if tensor is not None:
-                yield key, tensor
-
-
 def _allocate(module: nn.Module, wanted: set[int], has_buffers: bool, device: torch.device) -> set[int]:
     """Give `module`'s own parameters in `wanted`, and its meta buffers, memory; returns their ids."""
-    born = set()
+    made = set()
     if isinstance(module, nn.RNNBase):
         module._flat_weight_refs = []  # weak references, which the swap below cannot follow
     for param in module._parameters.values():
         if param is not None and param.is_meta and id(param) in wanted:
             real = nn.Parameter(_unset(param, device), requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, real)
-            born.add(id(param))
+            made.add(id(param))
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
     for key, buffer in module._buffers.items() if has_buffers else ():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = _unset(buffer, device)
-            born.add(id(module._buffers[key]))
-    return born
+            made.add(id(module._buffers[key]))
+    return made
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
@@ -126,15 +113,16 @@ def _unset(like: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def only(model: nn.Module, owners: dict[str, nn.Module], newborn: set[int]) -> Iterator[None]:
-    """Inside, every tensor but those being born shows as meta. See [Note: Whose initializer]."""
-    hidden: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+def only(model: nn.Module, owners: dict[str, nn.Module], fresh: set[int]) -> Iterator[None]:
+    """Inside, every tensor but the `fresh` ones shows as meta. See [Note: Whose initializer]."""
     mine = {id(module) for module in owners.values()}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is not None and not (id(module) in mine and id(tensor) in newborn):
-                    hidden.append((tensors, key, tensor))  # type: ignore[arg-type]
+    hidden: list[tuple[Any, str, Tensor]] = [
+        (tensors, key, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and not (id(module) in mine and id(tensor) in fresh)
+    ]
     try:
         for tensors, key, tensor in hidden:
             blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -169,9 +157,9 @@ def _needs_nothing(method: Callable[..., object]) -> bool:
     return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needs)
 
 
-def _check_filled(name: str, module: nn.Module, newborn: set[int], is_silent: bool) -> None:
-    for key, tensor in _own(module):
-        if id(tensor) not in newborn:
+def _check_filled(name: str, module: nn.Module, fresh: set[int], is_silent: bool) -> None:
+    for key, tensor in {**module._parameters, **module._buffers}.items():
+        if tensor is None or id(tensor) not in fresh:
             continue
         is_unset = tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any())
         if is_silent and (is_unset or not tensor.is_floating_point()):
