@@ -77,7 +77,7 @@ TRAINED = {
 
 @pairwise(trained=TRAINED, reentrant={"non-reentrant": False, "reentrant": True}, plan=PLANS, num_ranks=(1, 2))
 def test_checkpointing_with_frozen_parameters(ranks, trained, reentrant, plan, num_ranks):
-    case = Case(model=partial(Recomputed, reentrant, TRAINED[trained]), work=squared)
+    case = Case(model=partial(Recomputed, reentrant, trained), work=squared)
     ranks(num_ranks).run(train, case, plan)
 
 
