@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onefold.comm.control_plane import ControlPlane, Watch
+from onefold.comm.control_plane import ControlPlane, WaitWatch
 from onefold.comm.pending_gathers import Refreshes
 from onefold.comm.process_groups import PLANES, Families, groups_of, shared_by
 from onefold.comm.reductions import mean_of_rows
@@ -176,7 +176,7 @@ class _GroupComm(CollectiveComm):
     replica = 0
     num_replicas = 1
 
-    def __init__(self, families: Families, planes: tuple[str, ...] = PLANES, watch: Watch | None = None) -> None:
+    def __init__(self, families: Families, planes: tuple[str, ...] = PLANES, watch: WaitWatch | None = None) -> None:
         self._families, self._planes = families, groups_of(families, self.backend, planes)
         group = self._planes[planes[0]]
         self._root = dist.get_global_rank(group, 0)
@@ -185,7 +185,7 @@ class _GroupComm(CollectiveComm):
         self.peers = self.first_peers = tuple(range(self.num_ranks))
         self.peer_group = group
         self.refreshes: Refreshes = self._planes["order"]
-        self.watch: Watch = watch or self._planes["watch"]
+        self.watch: WaitWatch = watch or self._planes["watch"]
         self.plane = self.watch.plane
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Finish | None:

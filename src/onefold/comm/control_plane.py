@@ -82,7 +82,7 @@ class ControlPlane:
         """The `Control` of each model, by the model's number."""
 
 
-class Watch:
+class WaitWatch:
     """The waits of one set of ranks.
 
     Args:

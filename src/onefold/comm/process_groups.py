@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from onefold.comm.control_plane import ControlPlane, Watch
+from onefold.comm.control_plane import ControlPlane, WaitWatch
 from onefold.comm.pending_gathers import Refreshes, leave
 from onefold.errors import ShardError
 
@@ -68,10 +68,10 @@ def groups_of(families: Families, backend: str, planes: tuple[str, ...]) -> dict
     return made[families, backend, planes]
 
 
-def _watch_over(ranks: tuple[int, ...], me: int) -> Watch:
+def _watch_over(ranks: tuple[int, ...], me: int) -> WaitWatch:
     name = "onefold-watch-" + "-".join(map(str, ranks))
     store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return Watch(ControlPlane(), store, ranks.index(me), len(ranks))
+    return WaitWatch(ControlPlane(), store, ranks.index(me), len(ranks))
 
 
 def shared_by(families: Families) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from torch._compile import _disable_dynamo
 from onefold.engine.grad_states import GradStates
 from onefold.engine.reducer import Reducer, is_captured
 from onefold.engine.released import ReleasedParameter
-from onefold.engine.runtime import Runtime, in_backward
+from onefold.engine.running import in_backward
+from onefold.engine.runtime import Runtime
 from onefold.engine.unit import Unit
 from onefold.errors import PrecisionError, ShardError
 

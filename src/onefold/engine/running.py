@@ -4,6 +4,7 @@ import sys
 from threading import get_ident
 from types import FrameType
 
+import torch
 from torch import nn
 
 _CALLS = nn.Module.__call__.__code__.co_filename
@@ -39,3 +40,8 @@ class Running:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is None
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)

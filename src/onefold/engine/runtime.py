@@ -30,8 +30,8 @@ from onefold.engine.grad_report import Told
 from onefold.engine.param_guard import Bound
 from onefold.engine.reducer import Key, Reducer
 from onefold.engine.released import name_of
-from onefold.engine.running import Running
-from onefold.engine.saved_tensors import SavedView, SavingHooks, others_save
+from onefold.engine.running import Running, in_backward
+from onefold.engine.saved_tensors import SavedView, SavingHooks, is_plain, others_save
 from onefold.engine.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.engine.sharded_unit import ShardedUnit
 from onefold.engine.unit import Unit, Use
@@ -39,11 +39,6 @@ from onefold.errors import OnefoldError, PrecisionError, ReleasedParameterError
 from onefold.memory.trace_labels import label
 
 _TRIES, _PAUSE_S = 100, 0.0005
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Runtime:
@@ -89,7 +84,7 @@ class Runtime:
         self._unfreed: list[Unit] = []
         self._running = Running()
         self._written: list[nn.Parameter] = []
-        control.serve_with(self._gather_asked)
+        control.serve_with(self.gather_asked)
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -231,24 +226,18 @@ class Runtime:
 
         Not where other saving hooks are active: activation checkpoints and offloaders take care of what they see.
         """
-        self._pushed.append(bool(self._flats) and not others_save())
-        if self._pushed[-1]:
-            try:
-                torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
-            except RuntimeError as error:
-                self._pushed.pop()
-                raise OnefoldError(
-                    f"the model runs where autograd lets nobody watch what it saves, such as inside torch.func.grad "
-                    f"({error}); differentiate with torch.autograd, or use a plan that keeps parameters whole (ZERO_2)"
-                ) from error
+        is_pushed = bool(self._flats) and not others_save()
+        if is_pushed:
+            self._saving.push()
+        self._pushed.append(is_pushed)
 
     def pop_saving(self) -> None:
         """Undo the latest `push_saving`."""
         if self._pushed.pop():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._saving.pop()
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
-        if not _is_plain(tensor) or tensor.layout != torch.strided:
+        if not is_plain(tensor) or tensor.layout != torch.strided:
             return tensor
         found = self._flats.get(tensor.untyped_storage()._cdata)
         if found is None or found[1].buffer.whole.dtype != tensor.dtype:
@@ -313,8 +302,6 @@ class Runtime:
         self.release_unpinned()
         self.reducer.end()
 
-    # --- between ranks ----------------------------------------------------------------------------------------------
-
     def agree(self, what: str, settings: int = 0, squares: Callable[[], float] = float) -> tuple[set[Key], Told, bool]:
         """Where all ranks have come to `what`: make every gradient reduced, and agreed on between them.
 
@@ -334,7 +321,7 @@ class Runtime:
         active, is_changed = self.reducer.settle(told)
         return active, told, is_changed
 
-    def _gather_asked(self, index: int, is_wanted: bool) -> None:
+    def gather_asked(self, index: int, is_wanted: bool) -> None:
         self.units[index].gather_on_host(is_wanted)
 
     # --- gathering and releasing -----------------------------------------------------------------------------------
@@ -410,11 +397,3 @@ class Runtime:
         unit.release()
         if not unit.try_free():
             self._unfreed.append(unit)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than its storage and strides: torch's own, or a parameter whose class adds no
-    behaviour to operations."""
-    cls: Any = type(tensor)
-    is_param = issubclass(cls, nn.Parameter) and cls.__torch_function__ is nn.Parameter.__torch_function__
-    return cls is Tensor or is_param

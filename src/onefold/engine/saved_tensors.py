@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onefold.engine.flat import Flat
 from onefold.engine.unit import Unit
@@ -56,6 +56,24 @@ class SavingHooks:
         """Whether their model is gone. They are still there if its last forward was interrupted (Ctrl-C)."""
         return self._saver() is None
 
+    def push(self) -> None:
+        """From here on autograd asks the saver.
+
+        Raises:
+            OnefoldError: autograd has no place for hooks here.
+        """
+        try:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        except RuntimeError as error:
+            raise OnefoldError(
+                f"the model runs where autograd lets no hook see what it saves, such as inside torch.func.grad "
+                f"({error}); differentiate with torch.autograd, or use a plan that keeps parameters whole (ZERO_2)"
+            ) from error
+
+    def pop(self) -> None:
+        """Undo the latest `push`."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
     def pack(self, tensor: Tensor) -> Any:
         saver = self._saver()
         return tensor if saver is None else saver.pack(tensor)
@@ -70,6 +88,14 @@ class SavingHooks:
             "this backward pass needs the weights of a sharded model that is gone; keep the model, or what its "
             "forward returned, until backward has run"
         )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its storage and strides: torch's own, or a parameter whose class adds no
+    behaviour to operations."""
+    cls: Any = type(tensor)
+    is_param = issubclass(cls, nn.Parameter) and cls.__torch_function__ is nn.Parameter.__torch_function__
+    return cls is Tensor or is_param
 
 
 def others_save() -> bool:
