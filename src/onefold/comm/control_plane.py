@@ -104,13 +104,13 @@ class WaitWatch:
             OrderMismatchError: all ranks wait, for different things.
             RuntimeError: `work` failed.
         """
-        if not _is_done_within(work, _PATIENCE):
+        if not _is_done_after_waiting(work, _PATIENCE):
             self._wait_long(work, self.plane.doing, is_message)
 
     def _wait_long(self, work: Any, doing: str, is_message: bool) -> None:
         started = looked = warned = time.monotonic()
         with self._word(doing):
-            while not _is_done_within(work, _PIECE):
+            while not _is_done_after_waiting(work, _PIECE):
                 now = time.monotonic()
                 if not is_message and self._num_asked() > self.plane.num_served:
                     next(self.plane.servers.values()).serve()
@@ -182,7 +182,7 @@ def apart(stories: str, rank: int) -> str:
     )
 
 
-def _is_done_within(work: Any, piece: timedelta) -> bool:
+def _is_done_after_waiting(work: Any, piece: timedelta) -> bool:
     try:
         work.wait(piece)
     except RuntimeError:
