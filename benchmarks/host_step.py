@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from onefold.session import session_of
 from torch import Tensor, nn
 
 import onefold
 from onefold import comm
-from onefold.plan import NAMED_PLANS
+from onefold.engine.session import session_of
+from onefold.plan.table import NAMED_PLANS
 from onefold.testing import RankPool
 from workload import check_writable, machine, write_whole
 
