@@ -20,6 +20,6 @@ def test_rows_are_timed_and_this_packages_are_profiled(tmp_path):
     assert "functions" not in theirs
     assert len(ours["functions"]) == 40
     (step,) = (each for each in ours["functions"] if each["function"].endswith("step"))
-    assert step["function"].startswith("optimizer.py:")
+    assert step["function"].startswith("optim/optimizer.py:")
     assert step["calls"] == 1
     assert all(each["function"] in ran.stdout for each in ours["functions"])
