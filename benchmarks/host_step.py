@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold import comm
+from onefold.comm.comm import join
 from onefold.engine.session import session_of
 from onefold.plan.table import NAMED_PLANS
 from onefold.testing import RankPool
@@ -131,7 +131,7 @@ def fully_sharded(model: Any) -> None:
 def measure(rank: int, num_ranks: int, names: Sequence[str], num_blocks: int, steps: int) -> dict[str, Any]:
     """Seconds of each contender's steps on this rank, and the processor's of its thread; losses of the last ones."""
     if num_ranks == 1:
-        comm.join("gloo", is_alone=True)  # DDP and FSDP2 want a group
+        join("gloo", is_alone=True)  # DDP and FSDP2 want a group
     contenders = {name: ready(name, num_blocks) for name in names}
     found: dict[str, Any] = {name: {"seconds": [], "busy_s": []} for name in names}
     generator, turns = torch.Generator().manual_seed(rank), random.Random(0)  # the same turns on every rank
