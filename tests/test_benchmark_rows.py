@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forks import Forks
+
 PATH = os.environ.get("PYTHONPATH", "")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PLACE = {**os.environ, "PYTHONPATH": f"{PATH}:{BENCHMARKS}"}
@@ -61,10 +63,16 @@ def test_a_row_ends_with_the_program_that_runs_it(end):
         program.kill()
 
 
-def refused(name, *words):
+@pytest.fixture(scope="module")
+def forks():
+    process = Forks()
+    yield process
+    process.close()
+
+
+def refused(forks, name, *words):
     """What a program said that ends in the way of argument parsers."""
-    command = [sys.executable, BENCHMARKS / name, *words]
-    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200)
+    ran = forks.run(BENCHMARKS / name, *words)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
     return ran.stderr
@@ -88,20 +96,19 @@ def refused(name, *words):
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value[1:3])),
 )
-def test_train_refuses_before_it_measures(words, why):
-    assert why in refused("train.py", "--device", "cpu", *words)
+def test_train_refuses_before_it_measures(forks, words, why):
+    assert why in refused(forks, "train.py", "--device", "cpu", *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("words", [("train.py",), ("largest.py", "--ranks", "2"), ("train_rows.py", "zero_3")], ids=str)
-def test_programs_for_gpus_say_that_there_is_none(words):
-    assert "there is no GPU; --device cpu" in refused(*words)
+def test_programs_for_gpus_say_that_there_is_none(forks, words):
+    assert "there is no GPU; --device cpu" in refused(forks, *words)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py")))
-def test_every_program_starts_as_a_module_too(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=BENCHMARKS.parent)
+def test_every_program_starts_as_a_module_too(forks, name):
+    ran = forks.run(f"benchmarks.{name}", "--help", cwd=BENCHMARKS.parent)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -131,5 +138,5 @@ TRAIN = ("--train", RESULTS / "train-2xh200-6.74b.json")
     ],
     ids=lambda value: "" if isinstance(value, tuple) else str(value)[:40],
 )
-def test_other_programs_say_what_is_wrong(name, words, why):
-    assert why in refused(name, *words)
+def test_other_programs_say_what_is_wrong(forks, name, words, why):
+    assert why in refused(forks, name, *words)

@@ -223,6 +223,11 @@ class Gradients:
         self._device = device
         self._comm = comm
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of one sum of all gradients."""
+        return self.layout.numel * self.dtype.itemsize
+
     def reduce(self, lanes: Lanes) -> Ticket:
         """Start turning `local` into the mean over ranks, added to `reduced`."""
         parts = self.local.take()

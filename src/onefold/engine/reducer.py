@@ -24,11 +24,14 @@ from onefold.engine.released import metadata_only
 from onefold.engine.schedule import Schedule, Unscheduled
 from onefold.engine.unit import Unit
 from onefold.errors import OrderMismatchError
-from onefold.memory.streams import Lanes, Ticket, wait_for_oldest
+from onefold.memory.streams import Lanes, Started, wait_for_all
 from onefold.memory.trace_labels import label
 
 _IN_FLIGHT = 2
-Bound = Callable[[list[Ticket], int], None]
+"""Reductions under way, if all were as large as the largest."""
+_FEW_BYTES = 2**22
+"""So much under way is no burden, and smaller operations are many."""
+Bound = Callable[[list[Started], int], None]
 Key = tuple[int, int, int]
 """A trained parameter: unit, flat buffer among the unit's trained ones, slot."""
 
@@ -36,7 +39,7 @@ Key = tuple[int, int, int]
 class Reducer:
     """Collects and reduces the gradients of all units.
 
-    `bound` keeps the number of reductions under way, and so their memory, small. `scale` is the loss scale that
+    `bound` keeps the memory of reductions under way small. `scale` is the loss scale that
     gradients carry. `enter_pass` is called before the first reduction of a pass.
     """
 
@@ -75,7 +78,9 @@ class Reducer:
         self._num_reduced = self._num_agreed = 0
         """Reductions so far, and how many of them ranks found that they had all made."""
         self._num_failed = 0
-        self._tickets: list[Ticket] = []
+        self._started: list[Started] = []
+        largest = max((sum(each.gradients.whole_bytes for each in group) for group in self.states.values()), default=0)
+        self._most_bytes = max(_IN_FLIGHT * largest, _FEW_BYTES)
         self._missing: dict[int, int] = {}
         """Gradients that each unit waits for in this backward."""
         self._closed: list[int] = []
@@ -147,7 +152,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait until every reduction that was started is done."""
-        wait_for_oldest(self._tickets, 0)
+        wait_for_all(self._started)
 
     def _close(self, index: int) -> None:
         for states in self.states[index]:
@@ -171,9 +176,9 @@ class Reducer:
     def _reduce(self, index: int) -> None:
         with label("reduce", self._names[index]):
             for states in self.states[index]:
-                self._tickets.append(states.reduce(self._lanes))
+                self._started.append((states.reduce(self._lanes), states.gradients.whole_bytes))
         self._num_reduced += 1
-        self._bound(self._tickets, _IN_FLIGHT)
+        self._bound(self._started, self._most_bytes)
 
     # --- between ranks
 

@@ -19,8 +19,10 @@ Gather = Callable[[Tensor, Tensor], Finish | None]
 class ReplicatedUnit(Unit):
     """One unit whose parameters rest whole: READABLE, or UPDATING."""
 
-    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
-        super().__init__(name, index, flats, comm, lanes)
+    def __init__(
+        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, *, is_joined: bool = False
+    ) -> None:
+        super().__init__(name, index, flats, comm, lanes, is_joined=is_joined)
         self._pending = comm.refreshes
         self._has_readers = False
         """Whether the newest values may be read without asking for them, so that the step must wait."""

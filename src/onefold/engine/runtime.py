@@ -8,10 +8,11 @@ so a unit can be released after its forward, and whatever path a backward pass t
 the unit back.
 
 [Note: When a unit is released]
-In forward when its modules have returned; in backward when nothing that autograd saved points into it any more, seen
-whenever another unit is needed; and at the end of every outermost forward and every backward. A `KeptUnit` is not
-released in a forward with gradients: it rests, gathered, until a backward has used it, or until the next forward or
-step begins without one. Ranks come to these points together, so all of them keep the same units.
+In forward when its module has returned (one that was joined of several: when another unit is needed after that); in
+backward when nothing that autograd saved points into it any more, seen whenever another unit is needed; and at the end
+of every outermost forward and every backward. A `KeptUnit` is not released in a forward with gradients: it rests,
+gathered, until a backward has used it, or until the next forward or step begins without one. Ranks come to these points
+together, so all of them keep the same units.
 """
 
 import time
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from onefold.comm.control import Control
 from onefold.engine.flat import Flat
@@ -30,7 +30,7 @@ from onefold.engine.grad_report import Told
 from onefold.engine.param_guard import Bound
 from onefold.engine.reducer import Key, Reducer
 from onefold.engine.released import name_of
-from onefold.engine.running import Running, in_backward
+from onefold.engine.running import Running, in_backward, outside_of_modes
 from onefold.engine.saved_tensors import SavedView, SavingHooks, is_plain, others_save
 from onefold.engine.schedule import ACCUMULATING, BACKWARD, Schedule, Unscheduled
 from onefold.engine.sharded_unit import ShardedUnit
@@ -82,6 +82,8 @@ class Runtime:
         self._is_recorded = False
         """Whether a backward may follow the outermost forward."""
         self._unfreed: list[Unit] = []
+        self._lingering: list[Unit] = []
+        """Joined units whose modules have returned: see [Note: When a unit is released]."""
         self._running = Running()
         self._written: list[nn.Parameter] = []
         control.serve_with(self.gather_asked)
@@ -154,15 +156,18 @@ class Runtime:
         return module, unit
 
     def _leave_unit(self, unit: Unit) -> None:
-        if unit.is_done() and unit.index != 0 and not in_backward():
-            self._release(unit, self._is_recorded)
+        if unit.is_done() and not in_backward():
+            if unit.is_joined:
+                self._lingering.append(unit)
+            else:
+                self._release(unit, self._is_recorded)
 
     def need(self, unit: Unit) -> None:
         """Make a unit's parameters readable on the current stream, and start gathering what comes next."""
         if unit.is_readable:
             return
         self._release_done(unit)
-        with _disable_current_modes():  # what a selective checkpoint records of a forward is not ours
+        with outside_of_modes():  # what a selective checkpoint records of a forward is not ours
             if not unit.is_gathered:
                 self.schedule.request(unit.index)
             elif not unit.is_kept:  # that was no gather of this phase
@@ -348,10 +353,15 @@ class Runtime:
             for unit in self.units:
                 if unit is not wanted and unit.is_readable and unit.is_done():
                     self._release(unit)
+        lingering, self._lingering = self._lingering, []
+        for unit in lingering:
+            if unit is not wanted and unit.is_readable and unit.is_done():
+                self._release(unit, self._is_recorded)
         self._free_released()
 
     def release_unpinned(self, may_keep: bool = False) -> None:
         """Release every unit that no `gathered` context holds; those that are kept for backward rest if they may."""
+        self._lingering = []
         for unit in self.units:
             if unit.pins == 0:
                 unit.depth = 0

@@ -163,11 +163,13 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
-def session_of(target: "nn.Module | nn.Parameter | Iterable[nn.Parameter]", what: str) -> Session:
+def session_of(
+    target: "nn.Module | nn.Parameter | Iterable[nn.Parameter]", what: str, kind: type[OnefoldError] = OnefoldError
+) -> Session:
     """The session of a sharded model, of a part of one, or of its parameters.
 
     Raises:
-        OnefoldError: it was not sharded; `what` says what needs it.
+        OnefoldError: of `kind`: it was not sharded; `what` says what needs it.
     """
     if isinstance(target, nn.Module):
         found = vars(target).get(_ATTRIBUTE)
@@ -179,9 +181,7 @@ def session_of(target: "nn.Module | nn.Parameter | Iterable[nn.Parameter]", what
         found = getattr(param, "_onefold_owner", lambda: None)()
         break
     if not isinstance(found, Session):
-        raise (OptimizerError if "optimizer" in what else OnefoldError)(
-            f"{what} needs a model that onefold.shard returned; call model = onefold.shard(model, plan) first"
-        )
+        raise kind(f"{what} needs a model that onefold.shard returned; call model = onefold.shard(model, plan) first")
     return found
 
 

@@ -18,8 +18,10 @@ from onefold.plan.table import Tier
 class ShardedUnit(Unit):
     """One unit whose parameters rest in shards: never UPDATING."""
 
-    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
-        super().__init__(name, index, flats, comm, lanes)
+    def __init__(
+        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, *, is_joined: bool = False
+    ) -> None:
+        super().__init__(name, index, flats, comm, lanes, is_joined=is_joined)
         self._versions: list[int] = []
 
     def gather(self) -> None:

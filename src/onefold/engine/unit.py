@@ -92,11 +92,18 @@ class Use:
 
 
 class Unit:
-    """What both kinds of unit have; one is born READABLE, with its parameters bound to their buffers."""
+    """What both kinds of unit have; one is born READABLE, with its parameters bound to their buffers.
 
-    def __init__(self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes) -> None:
+    Args:
+        is_joined: whether it has the parameters of several modules that follow one another.
+    """
+
+    def __init__(
+        self, name: str, index: int, flats: Sequence[Flat], comm: Comm, lanes: Lanes, *, is_joined: bool = False
+    ) -> None:
         self.name = name
         self.index = index
+        self.is_joined = is_joined
         self.flats = tuple(flats)
         self.state = UnitState.READABLE
         self.depth = 0

@@ -124,19 +124,35 @@ class StreamTicket(Ticket):
             self.wait()
 
 
-def wait_for_oldest(tickets: list[Ticket], limit: int) -> None:
-    """Wait on the oldest tickets until at most `limit` are left."""
-    while len(tickets) > limit:
-        tickets.pop(0).wait()
+Started = tuple[Ticket, int]
+"""Work under way, and the bytes that it holds until it was waited for."""
 
 
-def poll_oldest(tickets: list[Ticket], limit: int, patience_s: float = 0.1) -> None:
-    """Let go of the oldest tickets that are done until at most `limit` are left; give up when one is not done in
-    time. Never makes a stream wait, so what another rank needs from this one is not held up."""
+def wait_for_all(started: list[Started]) -> None:
+    """Wait on the oldest, then the next."""
+    while started:
+        started.pop(0)[0].wait()
+
+
+def wait_for_oldest(started: list[Started], limit_bytes: int) -> None:
+    """Wait on the oldest until what is left holds at most `limit_bytes`."""
+    held_bytes = sum(nbytes for _, nbytes in started)
+    while held_bytes > limit_bytes:
+        ticket, nbytes = started.pop(0)
+        ticket.wait()
+        held_bytes -= nbytes
+
+
+def poll_oldest(started: list[Started], limit_bytes: int, patience_s: float = 0.1) -> None:
+    """Let go of the oldest that are done until what is left holds at most `limit_bytes`; give up when one is not done
+    in time. Never makes a stream wait, so what another rank needs from this one is not held up."""
+    held_bytes = sum(nbytes for _, nbytes in started)
     deadline = time.monotonic() + patience_s
-    while len(tickets) > limit and tickets[0].is_done is not None:
-        if tickets[0].is_done():
-            tickets.pop(0).wait()
+    while held_bytes > limit_bytes and started[0][0].is_done is not None:
+        if started[0][0].is_done():
+            ticket, nbytes = started.pop(0)
+            ticket.wait()
+            held_bytes -= nbytes
         elif time.monotonic() > deadline:
             return
 

@@ -66,7 +66,7 @@ class Optimizer(torch.optim.Optimizer):
         delayed: bool = False,
         delay_after: int = 40,
     ) -> None:
-        session = session_of(model, "an optimizer")
+        session = session_of(model, "an optimizer", OptimizerError)
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
             raise OptimizerError(
                 f"max_grad_norm={max_grad_norm!r}: give a positive norm, or None to leave gradients alone"

@@ -1,7 +1,7 @@
 """Owns the move of a model's parameters into flat buffers, unit by unit, so that the peak is one unit above the
 result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from onefold.memory.buffer import Buffer, CopyMaster, Master, OwnMaster, SplitMa
 from onefold.memory.streams import Lanes
 from onefold.plan.precision import split
 from onefold.plan.table import Plan, Tier
-from onefold.setup.pack import Pack
+from onefold.setup.pack import Pack, PackedUnit
 from onefold.system.cores import Share
 from onefold.tiers.tier import Storehouse
 
@@ -63,11 +63,12 @@ class Builder:
     lanes: Lanes
     share: Share
 
-    def build(self, name: str, index: int, packs: Sequence[Pack], structure: Structure) -> Unit:
+    def build(self, packed: PackedUnit, index: int, structure: Structure) -> Unit:
         """Move the parameters of one unit to where they rest. Rank 0's values are everyone's."""
-        flats = [self._build_flat(pack, structure) for pack in packs]
+        flats = [self._build_flat(pack, structure) for pack in packed.packs]
         unit_type = structure.unit_type if flats else ReplicatedUnit  # a root may have no parameters of its own
-        unit = unit_type(name, index, flats, self.comm, self.lanes)
+        is_joined = bool(packed.spec.parts)
+        unit = unit_type(packed.spec.name, index, flats, self.comm, self.lanes, is_joined=is_joined)
         unit.release()
         unit.try_free()
         return unit

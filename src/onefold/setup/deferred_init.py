@@ -211,17 +211,17 @@ class DeferredInit:
                 self._partition(f"{type(module).__name__}.{name}", param)
 
     def _partition(self, name: str, param: nn.Parameter) -> None:
-        """Keep this rank's part of rank 0's value. A parameter that is seen for the first time is called `name`, unless
-        the module that it was made in gave it another."""
+        """Keep this rank's part of rank 0's value. A parameter is called `name` from now on, if there is one, unless it
+        is seen for the first time, and the module that it was made in gave it another."""
         name, _ = self._new.pop(id(param), (name, param))
         if _is_elsewhere(param):
             return
-        dtype, cls = param.dtype, type(param)
+        dtype = param.dtype
         if deferred_by(param) is None:
             self._greet(param)
             dtype = self._dtype if self._dtype is not None and param.is_floating_point() else dtype
         else:
-            name = _partition_of(param).name
+            name = name or _partition_of(param).name
         value = param.data.to(self._device, dtype).contiguous()  # to be sent
         if value.numel():
             self._comm.broadcast(value)
@@ -229,7 +229,7 @@ class DeferredInit:
         part = torch.zeros(each, dtype=dtype, device=param.device if self._rest is None else self._rest)
         mine = value.reshape(-1)[self._comm.rank * each :][:each]
         part[: mine.numel()] = mine
-        param.__dict__["_onefold_owner"] = _Partition(self, name, cls, part)
+        param.__dict__["_onefold_owner"] = _Partition(self, name, type(param), part)  # after it was greeted
         self._hide(param)
 
     def _hide(self, param: nn.Parameter) -> None:

@@ -7,7 +7,7 @@ Rules, in this order:
 3. Outside those, every large leaf module (embedding, output head); in a model without blocks, subtrees of a fair size.
 4. A large parameter shared by several units is a unit of its own, gathered for each of the modules that hold it.
 5. The rest is the root unit, gathered while the model runs.
-Where parameters rest whole, small neighbours are one unit: nothing is gathered, and fewer, larger reductions cost less.
+Where updates run on the device, small neighbours are one unit: fewer, larger gathers and reductions cost less.
 """
 
 from bisect import bisect_left
@@ -74,10 +74,16 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     return [spec for place, spec in enumerate(specs) if place == 0 or spec.params]
 
 
-def join_small(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The units of a model whose parameters rest whole, given those of any model: neighbours are joined until they are
-    large enough, or an eighth of the model: the first reductions are to begin well before backward ends."""
-    least = min(_ENOUGH_NUMEL, _numel_of(specs) // _FAIR_SHARE)
+def join_small(specs: Sequence[UnitSpec], is_gathered: bool) -> list[UnitSpec]:
+    """Units with small neighbours joined until they have enough elements.
+
+    Where units are gathered, two are in memory at once, and are to be an eighth of the model together. Where they rest
+    whole, one may be an eighth of it (the first reductions are to begin well before backward ends), or what is worth a
+    reduction of its own.
+    """
+    numel = _numel_of(specs)
+    fair = numel // (2 * _FAIR_SHARE) if is_gathered else max(LARGE_NUMEL, numel // _FAIR_SHARE)
+    least = min(_ENOUGH_NUMEL, fair)
     root, *others = specs
     joined: list[list[UnitSpec]] = []
     for spec in others:

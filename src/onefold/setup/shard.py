@@ -103,8 +103,8 @@ def shard(
 def _units(model: nn.Module, plan: Plan, units: UnitChoice | None) -> list[UnitSpec]:
     specs = discover(model, units)
     # Updates off the device are waited for, and placed, unit by unit: small ones are of use there.
-    is_joined = units is None and not plan.params.partitioned and plan.optim.farthest == Tier.DEVICE
-    return join_small(specs) if is_joined else specs
+    is_joined = units is None and plan.optim.farthest == Tier.DEVICE
+    return join_small(specs, plan.params.partitioned) if is_joined else specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _build(
             together(comm, partial(materialize, model, part, init_units, device, seed))
         materialize_deferred(param for _, param in unit.spec.params)
         structure = Structure(plan, houses, index in design.kept)
-        units.append(builder.build(unit.spec.name, index, unit.packs, structure))
+        units.append(builder.build(unit, index, structure))
     largest = max(unit.reduced_bytes for unit in units)
     if largest:
         comm.expect_reductions(largest)
