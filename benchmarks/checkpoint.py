@@ -161,8 +161,7 @@ def at_disk(model: Any, optimizer: Any, directory: Path, own: int, rank: int) ->
 
 def reader_bytes(reader: Reader) -> dict[str, int]:
     """Bytes of each tensor in a checkpoint."""
-    metadata = reader.read_metadata().state_dict_metadata
-    return {key: stored.size.numel() * stored.properties.dtype.itemsize for key, stored in metadata.items()}
+    return {key: saved.shape.numel() * saved.dtype.itemsize for key, saved in reader.tensors.items()}
 
 
 def show(row: dict[str, Any]) -> None:

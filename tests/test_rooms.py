@@ -59,11 +59,11 @@ class Door:
 
 
 DOORS = (
-    # The launcher starts torchrun, the command line reports which backends there are: neither communicates. A
-    # checkpoint is torch.distributed.checkpoint's, and the facade hands torch.distributed on to scripts.
+    # The launcher starts torchrun, the command line reports which backends there are: neither communicates. The
+    # facade hands torch.distributed on to scripts.
     Door(
         names=("torch.distributed",),
-        rooms=("comm", "comm.copies", "checkpoint", "deepspeed", "launch", "cli", "testing"),
+        rooms=("comm", "comm.copies", "deepspeed", "launch", "cli", "testing"),
     ),
     Door(
         names=(

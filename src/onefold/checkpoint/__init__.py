@@ -18,18 +18,16 @@ or call `destroy_process_group` meanwhile, and the save is finished all the same
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from onefold.checkpoint import contents, loading, saving
+from onefold.checkpoint.files import Files
 from onefold.engine.session import session_met
 from onefold.optim.ema import EMA
 from onefold.optim.optimizer import Optimizer
-
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import, which only runs that save should spend
-    from onefold.checkpoint.files import Files
-    from onefold.checkpoint.saving import Saving
 
 __all__ = ["load", "save"]
 
@@ -49,8 +47,8 @@ def save(
     keep_last: int | None = None,
     asynchronous: bool = False,
     progress: bool = True,
-    files: "Files | None" = None,
-) -> "Saving":
+    files: Files | None = None,
+) -> saving.Saving:
     """Write a checkpoint of a sharded model; every rank calls it, between steps.
 
     It holds what a run needs to go on, by the user's names and in the user's shapes, for any number of ranks and any
@@ -76,16 +74,13 @@ def save(
     Raises:
         CheckpointError: on every rank, if any rank cannot save or write something. Older checkpoints stay as they were.
     """
-    from onefold.checkpoint import contents, saving
-    from onefold.checkpoint.files import Files
-
     session = session_met(model, "onefold.save")
     wishes = saving.Wishes(keep_last, asynchronous, progress, Files() if files is None else files)
     rest = {"scheduler": scheduler, "loader": loader, "ema": ema, "extra": extra, "frozen": frozen}
     collect = partial(contents.collect, session, model, optimizer, **rest)
+    given = contents.kinds_given(optimizer, ema, frozen=frozen)
     with torch.inference_mode(False), torch.no_grad():  # what is kept for the next save is used outside, too
-        contents.check_same(session, optimizer, ema, frozen=frozen)
-        return saving.save(session, Path(path).absolute(), collect, wishes)
+        return saving.save(session, Path(path).absolute(), given, collect, wishes)
 
 
 def load(
@@ -99,7 +94,7 @@ def load(
     random_states: bool = True,
     strict: bool = True,
     progress: bool = True,
-    files: "Files | None" = None,
+    files: Files | None = None,
 ) -> Any:
     """Take back what `save` wrote, into a model that may be sharded over other ranks by another plan.
 
@@ -127,11 +122,18 @@ def load(
         CheckpointError: on every rank; there is no such checkpoint, it is damaged, or it does not fit. If the error
             came while tensors were read (it says so), the model holds some of its values.
     """
-    from onefold.checkpoint import loading
-    from onefold.checkpoint.files import Files
-
     session = session_met(model, "onefold.load")
-    job = loading.Job(session, model, optimizer, ema, Files() if files is None else files, strict, progress)
-    rest = loading.Rest(scheduler=scheduler, loader=loader, random_states=random_states)
+    job = loading.Job(
+        session=session,
+        model=model,
+        optimizer=optimizer,
+        ema=ema,
+        scheduler=scheduler,
+        loader=loader,
+        random_states=random_states,
+        strict=strict,
+        progress=progress,
+        files=Files() if files is None else files,
+    )
     with torch.inference_mode(False), torch.no_grad():
-        return loading.load(session, Path(path).absolute(), job, rest)
+        return loading.load(Path(path).absolute(), job)

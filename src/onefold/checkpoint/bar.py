@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 Progress = Callable[[int], None]
+"""Told how many more bytes are done."""
 
 
 @contextmanager

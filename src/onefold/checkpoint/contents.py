@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from onefold.checkpoint.codec import Keep, dtype_name, encode
-from onefold.checkpoint.entries import Entry, buffer_entries, own_entries, param_names, persistent_buffers, whole_entry
+from onefold.checkpoint.entries import (
+    Entry,
+    buffer_entries,
+    flats_of,
+    own_entries,
+    param_names,
+    persistent_buffers,
+    whole_entry,
+)
 from onefold.engine.session import Session
 from onefold.errors import CheckpointError, WeightsError
 from onefold.files.names import all_tensors, modules_with_more, named_tensors, written_names
@@ -119,8 +127,7 @@ def several(scheduler: Any) -> list[Any]:
 
 def _frozen(session: Session) -> frozenset[str]:
     """Names of parameters that are not trained."""
-    flats = (flat for unit in session.runtime.units for flat in unit.flats)
-    return frozenset(name for flat in flats if flat.trained is None for name in flat.names)
+    return frozenset(name for flat in flats_of(session) if flat.trained is None for name in flat.names)
 
 
 def _params(session: Session) -> dict[str, Any]:
@@ -131,8 +138,7 @@ def _params(session: Session) -> dict[str, Any]:
             "trained": flat.trained is not None,
             "is_split": flat.trained is not None and isinstance(flat.trained.master, SplitMaster),
         }
-        for unit in session.runtime.units
-        for flat in unit.flats
+        for flat in flats_of(session)
         for name, slot in zip(flat.names, flat.layout.slots, strict=True)
     }
 
@@ -194,6 +200,11 @@ def _optimizer(session: Session, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def kinds_given(optimizer: Optimizer | None, ema: EMA | None, *, frozen: bool = True) -> dict[str, bool]:
+    """What ranks have to be given alike: each reads and writes its part of all of it."""
+    return {"optimizer": optimizer is not None, "ema": ema is not None, "frozen": not frozen}
+
+
 def check_given(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> None:
     """Whether optimizer and average are this model's, and belong to its weights as they are now.
 
@@ -208,31 +219,6 @@ def check_given(session: Session, optimizer: Optimizer | None, ema: EMA | None) 
     for what, given in (("optimizer", optimizer), ("ema", ema)):
         if given is not None and not given.is_of(session):
             raise CheckpointError(f"{what}= is of another model than the one given")
-
-
-def check_same(session: Session, optimizer: Optimizer | None, ema: EMA | None, *, frozen: bool = True) -> None:
-    """Whether all ranks were given the same kinds of things: each reads and writes its part of all of them.
-
-    Raises:
-        CheckpointError: on every rank, if not.
-    """
-    mine = {"optimizer": optimizer is not None, "ema": ema is not None, "frozen": not frozen}
-    every = session.comm.exchange_objects(mine)
-    for what in mine:
-        ranks = [rank for rank, given in enumerate(every) if given[what]]
-        if 0 < len(ranks) < len(every):
-            raise CheckpointError(
-                f"{what}= was given on ranks {ranks} of {len(every)} only: give it on all, or on none"
-            )
-
-
-def merge_states(session: Session, shared: dict[str, Any]) -> None:
-    """Let all ranks have what is known of a slice's state only where the slice rests."""
-    mine = shared["optimizer"]
-    for theirs in session.comm.exchange_objects(None if mine is None else (mine["scalars"], mine["states"])):
-        if mine is not None and theirs is not None:
-            mine["scalars"].update(theirs[0])
-            mine["states"].update(theirs[1])
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

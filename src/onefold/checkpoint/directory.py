@@ -10,22 +10,25 @@ nobody holds any more; the next save beside it removes it, or brings it back.
 
 import logging
 import os
-import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from onefold.checkpoint.files import Files, Lock, named
+from onefold.checkpoint.files import Files, named
 from onefold.checkpoint.manifest import MANIFEST, SHARED, read_manifest
 from onefold.errors import CheckpointError
-from onefold.system.atomic_replace import put_in_place
+from onefold.system.atomic_replace import (
+    Workplace,
+    is_reserved,
+    remove,
+    remove_leftovers,
+    replaced_name,
+    set_aside,
+    told_if_stuck,
+)
 
 LATEST = "latest"
-_LOCK = "lock"
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>partial|trash)", re.DOTALL)
-_REPLACED = re.compile(r"\.(?P<name>.+)\.replaced", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,122 +40,69 @@ class Found:
     """0 if its manifest does not tell."""
 
 
-def is_reserved(name: str) -> bool:
-    """Whether a name is one that half-written and replaced checkpoints have: one saved under it would not last."""
-    return any(pattern.fullmatch(name) for pattern in (_LEFT, _REPLACED))
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint to read."""
+
+    found: Found
+    passed: Sequence[str]
+    """What was passed over for it, with reasons."""
 
 
 class Damaged(CheckpointError):
     """The checkpoint is not whole; an older one may be."""
 
 
-class Workplace:
-    """Where rank 0 lets a checkpoint grow, until it is moved to `target`.
-
-    Raises:
-        CheckpointError: the system refuses.
-    """
-
-    def __init__(self, target: Path, files: Files) -> None:
-        self.target = target
-        self._files = files
-        with named(target, "written"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(target.parent, files)
-            self.path, self._lock = self._locked()
-
-    def _locked(self) -> tuple[Path, Lock]:
-        """A new directory. Somebody who cleans up may take it for a leftover before it is locked: then, another."""
-        while True:
-            path = self.target.with_name(f".{self.target.name}.{secrets.token_hex(8)}.partial")
-            path.mkdir()
-            with suppress(BlockingIOError, FileNotFoundError):
-                return path, Lock(path / _LOCK)
-
-    def commit(self, keep_last: int | None) -> None:
-        """Let the checkpoint appear, then remove what is not wanted any more."""
-        with named(self.target, "put in its place"):
-            if self.target.exists() and _replaced(self.target).exists():
-                remove(_replaced(self.target), self._files)
-            put_in_place(self.path, self.target, _replaced(self.target), self._files)
-            # Where two runs save to one name, the other's may stand there by now, and both get here.
-            (self.target / _LOCK).unlink(missing_ok=True)
-            self._lock.release()
-            self._files.sync_directory(self.target.parent)
-        # What was replaced has one of these names now.
-        unwanted = [path for path in (self.path, _replaced(self.target)) if path.exists()]
-        if keep_last is not None:
-            mine = self.target.resolve()
-            others = [found.path for found in checkpoints(self.target.parent) if found.path.resolve() != mine]
-            unwanted += [path for path in others[keep_last - 1 :] if not path.is_symlink()]
-        for path in unwanted:
-            try:
-                remove(path, self._files)
-            except FileNotFoundError:
-                """Another run removed it too."""
-            except OSError as error:  # the new one is there all the same
-                logging.getLogger("onefold").warning(
-                    "%s is saved, but %s cannot be removed: %s", self.target, path, error.strerror or error
-                )
-
-    def abandon(self) -> None:
-        """Remove what was written so far, as well as the system lets us: the next save removes the rest."""
-        if (self.path / _LOCK).exists():  # else it is what was replaced already
-            with suppress(OSError):
-                self._files.remove_tree(self.path)
-        self._lock.release()
-
-
-def remove(path: Path, files: Files) -> None:
-    """Remove a checkpoint, so that at no time half of one stands in its place."""
-    hidden = _LEFT.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
-    name = hidden["name"] if hidden else path.name
-    trash = path.with_name(f".{name}.{secrets.token_hex(8)}.trash")
-    files.rename(path, trash)
-    files.remove_tree(trash)
-
-
-def remove_leftovers(parent: Path, files: Files) -> None:
-    """Remove what processes that were killed left behind, and bring back what they were about to replace.
-
-    What the system does not let go of stays for the next time, and the log says so.
-    """
-    busy = set()
-    for path in list(parent.iterdir()):
-        match = _LEFT.fullmatch(path.name)
-        if match and path.is_dir():
-            with _told(path):
-                lock = Lock.take(path / _LOCK)
-                if lock is None:
-                    busy.add(match["name"])
-                    continue
-                files.remove_tree(path)
-                lock.release()
-    for path, target in _set_aside(parent):
-        if target.name not in busy:
-            with _told(path):
-                if target.exists():
-                    remove(path, files)
-                else:
-                    files.rename(path, target)
-
-
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def damage() -> Iterator[None]:
+    """Inside, what is amiss is the checkpoint's fault: an older one may do."""
     try:
         yield
-    except FileNotFoundError:
-        """Another run found it too."""
-    except OSError as error:
-        logging.getLogger("onefold").warning("a leftover, %s, cannot be removed: %s", path, error.strerror or error)
+    except CheckpointError as error:
+        raise Damaged(str(error)) from error
 
 
-def _set_aside(parent: Path) -> list[tuple[Path, Path]]:
-    """Checkpoints that were about to be replaced, and the place of each."""
-    if not parent.is_dir():
-        return []
-    matches = [(path, _REPLACED.fullmatch(path.name)) for path in parent.iterdir()]
-    return [(path, parent / match["name"]) for path, match in matches if match]
+def workplace_for(target: Path, files: Files) -> Workplace:
+    """Where a checkpoint grows, until `commit` lets it appear as `target`.
+
+    Raises:
+        CheckpointError: no checkpoint can be there, or the system refuses.
+    """
+    with named(target, "written"):
+        if target.is_symlink():
+            raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
+        if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target} is there and is no checkpoint: give a path of its own to each checkpoint")
+        if is_reserved(target.name):
+            raise CheckpointError(
+                f"{target}: saves under way have such names, and are removed by the next; give another"
+            )
+        if target.parent.is_symlink() and not target.parent.exists():
+            raise CheckpointError(f"{target.parent} is a link to {target.parent.readlink()}, which is not there")
+        if (target.parent / MANIFEST).exists():
+            raise CheckpointError(
+                f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent, files)
+        return Workplace(target, files)
+
+
+def commit(workplace: Workplace, keep_last: int | None, files: Files) -> None:
+    """Let a checkpoint appear, and keep so many, with this one, of those beside it; None is all.
+
+    Raises:
+        CheckpointError: the system refuses to let it appear.
+    """
+    target = workplace.target
+    with named(target, "put in its place"):
+        workplace.commit()
+    if keep_last is not None:
+        others = [found.path for found in checkpoints(target.parent) if found.path.resolve() != target.resolve()]
+        for path in others[keep_last - 1 :]:
+            if not path.is_symlink():
+                with told_if_stuck(f"{target} is saved, but {path}"):
+                    remove(path, files)
 
 
 def checkpoints(parent: Path) -> list[Found]:
@@ -164,7 +114,7 @@ def _looked_at(parent: Path) -> Iterator[tuple[Found, str | None]]:
     if not parent.is_dir():
         return
     places = [path for path in parent.iterdir() if not path.name.startswith(".") and os.path.isdir(path)]
-    places += [path for path, target in _set_aside(parent) if not target.exists()]
+    places += [path for path, target in set_aside(parent) if not target.exists()]
     found: list[tuple[Found, str | None]] = []
     for path in places:
         try:
@@ -192,25 +142,22 @@ def candidates(path: Path) -> tuple[list[Found], list[str]]:
         CheckpointError: there is none, or the system does not let this process look for it.
     """
     with named(path, "read"):
-        return _candidates(path)
-
-
-def _candidates(path: Path) -> tuple[list[Found], list[str]]:
-    parent = path.parent
-    if path.name != LATEST or (path / MANIFEST).exists():
-        if not path.exists():
-            aside = _replaced(path)
-            if aside.exists():
-                return [_as_found(aside)], []
-            near = ", ".join(sorted(found.path.name for found in checkpoints(parent))) or "none"
-            raise CheckpointError(f"there is no checkpoint {path}; in {parent} there are: {near}")
-        return [_as_found(path)], []
-    found = list(_looked_at(parent))
-    whole = [each for each, problem in found if problem is None]
-    passed = [f"{each.path.name} ({problem})" for each, problem in found if problem is not None]
-    if not whole:
-        raise CheckpointError(f"there is no whole checkpoint in {parent}{': ' + '; '.join(passed) if passed else ''}")
-    return whole, passed
+        parent = path.parent
+        if path.name != LATEST or (path / MANIFEST).exists():
+            if not path.exists():
+                if replaced_name(path).exists():
+                    return [_as_found(replaced_name(path))], []
+                near = ", ".join(sorted(found.path.name for found in checkpoints(parent))) or "none"
+                raise CheckpointError(f"there is no checkpoint {path}; in {parent} there are: {near}")
+            return [_as_found(path)], []
+        found = list(_looked_at(parent))
+        whole = [each for each, problem in found if problem is None]
+        passed = [f"{each.path.name} ({problem})" for each, problem in found if problem is not None]
+        if not whole:
+            raise CheckpointError(
+                f"there is no whole checkpoint in {parent}{': ' + '; '.join(passed) if passed else ''}"
+            )
+        return whole, passed
 
 
 def _as_found(path: Path) -> Found:
@@ -220,29 +167,25 @@ def _as_found(path: Path) -> Found:
         return Found(path, 0)
 
 
-def next_candidate(
-    found: Sequence[Found], passed: Sequence[str], damaged: Mapping[Found, Damaged]
-) -> tuple[Found, list[str]]:
-    """The best of `candidates` that has not turned out to be damaged, and all that is passed over for it.
+def choose(path: Path, damaged: Mapping[Found, Damaged]) -> Choice:
+    """The best checkpoint that `path` may mean, but for those that turned out to be damaged.
 
     Raises:
-        CheckpointError: there is none left.
+        CheckpointError: there is none left, or see `candidates`.
     """
+    found, passed = candidates(path)
     best = next((each for each in found if each not in damaged), None)
     # One that was replaced while it was read was not damaged, and is no more.
     over = {each: error for each, error in damaged.items() if best is None or each.path != best.path}
     every = [*passed, *(f"{each.path.name} ({error})" for each, error in over.items())]
     if best is not None:
-        return best, every
+        return Choice(best, every)
     error = damaged[found[-1]]
     raise CheckpointError("; passed over: ".join([str(error), *every[:-1]])) from error
 
 
-def tell_passed(did: str, path: Path, passed: Sequence[str]) -> None:
-    """Put into the log what was passed over for `path`."""
-    if passed:
-        logging.getLogger("onefold").warning("%s %s; passed over: %s", did, path, "; ".join(passed))
-
-
-def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+def tell_passed(did: str, choice: Choice) -> None:
+    """Put into the log what was passed over for it."""
+    if choice.passed:
+        passed = "; ".join(choice.passed)
+        logging.getLogger("onefold").warning("%s %s; passed over: %s", did, choice.found.path, passed)

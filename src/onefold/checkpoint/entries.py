@@ -130,17 +130,21 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {named.names[0]: named.tensor for named in all_tensors(model) if not named.is_param}
 
 
+def flats_of(session: Session) -> list[Flat]:
+    """All flat buffers of a model."""
+    return [flat for unit in session.runtime.units for flat in unit.flats]
+
+
 def param_names(session: Session) -> dict[int, str]:
     """The names of parameters, by their ids."""
-    flats = [flat for unit in session.runtime.units for flat in unit.flats]
-    return {id(param): name for flat in flats for name, param in zip(flat.names, flat.params, strict=True)}
+    return {id(param): name for flat in flats_of(session) for name, param in zip(flat.names, flat.params, strict=True)}
 
 
 def _entries(session: Session, optimizer: Optimizer | None, ema: EMA | None) -> Iterator[tuple[Flat, Entry, int]]:
     """Flat buffer, entry and slot of everything that this rank updates, unit by unit."""
     updates = {} if optimizer is None else {id(update.flat): update for update in optimizer.updates}
     averages = {} if ema is None else {id(flat): average for flat, average in ema.averages}
-    for flat in (flat for unit in session.runtime.units for flat in unit.flats):
+    for flat in flats_of(session):
         for slot, entry in _weights(flat):
             yield flat, entry, slot
         if id(flat) in updates:
@@ -173,38 +177,35 @@ def _weights(flat: Flat) -> Iterator[tuple[int, Entry]]:
 
 
 def _states(update: FlatUpdate) -> Iterator[tuple[int, Entry]]:
+    flat = update.flat
     for part in update.parts():
-        yield (
-            part.slot,
-            Entry(
-                key=f"optimizer.{part.name}.{update.flat.names[part.slot]}",
-                shape=update.flat.layout.slots[part.slot].shape,
-                dtype=part.tensor.dtype,
-                start=part.first,
-                stop=part.first + part.tensor.numel(),
-                read=part_reader(part.tensor, part.first),
-                write=_writer(part.tensor, part.first),
-                reading=_hidden(update.tier),
-            ),
-        )
+        key, shape = f"optimizer.{part.name}.{flat.names[part.slot]}", flat.layout.slots[part.slot].shape
+        yield part.slot, _part_entry(key, shape, part.tensor, part.first, update.tier)
 
 
 def _averages(flat: Flat, trained: Trained, average: Tensor) -> Iterator[tuple[int, Entry]]:
     for piece in flat.pieces:
+        key, shape = f"ema.{flat.names[piece.slot]}", flat.layout.slots[piece.slot].shape
         part = average[piece.start : piece.stop]
-        yield (
-            piece.slot,
-            Entry(
-                key=f"ema.{flat.names[piece.slot]}",
-                shape=flat.layout.slots[piece.slot].shape,
-                dtype=average.dtype,
-                start=piece.slot_start,
-                stop=piece.slot_start + piece.numel,
-                read=part_reader(part, piece.slot_start),
-                write=_writer(part, piece.slot_start),
-                reading=_hidden(trained.rest.tier),
-            ),
-        )
+        yield piece.slot, _part_entry(key, shape, part, piece.slot_start, trained.rest.tier)
+
+
+def _part_entry(key: str, shape: tuple[int, ...], part: Tensor, first: int, tier: Tier) -> Entry:
+    """Elements from `first` on, which `part` (1-D) holds."""
+
+    def write(start: int, values: Tensor) -> None:
+        part[start - first : start - first + len(values)].copy_(values)
+
+    return Entry(
+        key=key,
+        shape=shape,
+        dtype=part.dtype,
+        start=first,
+        stop=first + part.numel(),
+        read=part_reader(part, first),
+        write=write,
+        reading=_hidden(tier),
+    )
 
 
 def _hidden(tier: Tier) -> Reading:
@@ -241,10 +242,3 @@ def read_only(start: int, values: Tensor) -> None:
 def part_reader(tensor: Tensor, first: int) -> Callable[[int, int], Tensor]:
     """Reads elements of a tensor of which `tensor` (1-D) holds those from `first` on."""
     return lambda start, stop: tensor[start - first : stop - first]
-
-
-def _writer(tensor: Tensor, first: int) -> Callable[[int, Tensor], None]:
-    def write(start: int, values: Tensor) -> None:
-        tensor[start - first : start - first + len(values)].copy_(values)
-
-    return write

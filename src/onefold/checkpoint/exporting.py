@@ -5,8 +5,8 @@ before is exported, and the log says so.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_of
-from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
+from onefold.checkpoint.directory import Damaged, Found, choose, damage, tell_passed
 from onefold.checkpoint.manifest import SHARED, understood
 from onefold.checkpoint.storage import Reader
 from onefold.errors import CheckpointError
@@ -43,27 +43,18 @@ def export_checkpoint(path: Path, dtype: "torch.dtype | str | None", max_file_by
     damaged: dict[Found, Damaged] = {}
     while True:
         # Looked at again for each attempt: a run may have saved, and removed old checkpoints, meanwhile.
-        candidate, passed = next_candidate(*candidates(path.absolute()), damaged)
+        choice = choose(path.absolute(), damaged)
         try:
-            with _damage():
-                reader = Reader(candidate.path)
+            with damage():
+                reader = Reader(choice.found.path)
                 reader.check_sizes()
             with closing(reader):
                 export = _Export(reader, chosen if isinstance(chosen, torch.dtype) else None)
                 replace(partial(export.write, max_file_bytes=max_file_bytes))
         except Damaged as error:
-            damaged[candidate] = error
+            damaged[choice.found] = error
         else:
-            return tell_passed("exported", candidate.path, passed)
-
-
-@contextmanager
-def _damage() -> Iterator[None]:
-    """Inside, what is amiss is the checkpoint's fault: an older one may do."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise Damaged(str(error)) from error
+            return tell_passed("exported", choice)
 
 
 class _Export:
@@ -78,20 +69,20 @@ class _Export:
         self._dtype = dtype
         self._reader = reader
         where = reader.directory / SHARED
-        with _damage():
+        with damage():
             files = understood(where, lambda: reader.shared["files"])
         if files is None:
             raise CheckpointError(
                 f"{reader.directory} holds adapters, no frozen weights, or state that files of weights cannot hold: "
                 "load it into its model and export that"
             )
-        with _damage():
+        with damage():
             self._entries: list[Entry] = understood(where, self._found)
             self._configs = understood(where, self._configurations)
 
     def write(self, directory: Path, max_file_bytes: int) -> None:
         """Write weights and configuration into `directory`, which is there."""
-        with _damage():
+        with damage():
             write_files(directory, self._entries, max_file_bytes)
         for name, values in self._configs.items():
             text = json.dumps(values, indent=2, sort_keys=True) + "\n"

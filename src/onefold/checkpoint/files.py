@@ -7,9 +7,7 @@ about as long as the tensors in the file; so blocks are as long as a small part 
 shorter blocks than 1 KiB are more bytes than they spare, and longer blocks than 64 KiB save nothing.
 """
 
-import fcntl
 import os
-import shutil
 import stat
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import CheckpointError
-from onefold.system.atomic_replace import exchange
+from onefold.system.atomic_replace import System
 
 LEAST_BLOCK, MOST_BLOCK = 2**10, 2**16
 _BLOCKS_OF_A_TENSOR = 256
@@ -35,7 +33,7 @@ AT_ONCE = 2**22
 _NUM_BUFFERS = 4
 
 
-class Files:
+class Files(System):
     """The operating system, as far as checkpoints need it. Faults are injected by overriding a method."""
 
     def create(self, path: Path) -> BinaryIO:
@@ -50,58 +48,9 @@ class Files:
         """Come back when the bytes are on the disk."""
         os.fsync(file.fileno())
 
-    def sync_directory(self, path: Path) -> None:
-        """Come back when the names in a directory are on the disk."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        os.rename(source, target)
-
-    def exchange(self, one: Path, other: Path) -> int:
-        """Exchange two names in one step. Returns 0, or the errno: some file systems cannot."""
-        return exchange(one, other)
-
     def read_into(self, file: BinaryIO, data: memoryview) -> int:
         """How many bytes were read: 0 at the end of the file."""
         return file.readinto(data)  # type: ignore[attr-defined,no-any-return]
-
-    def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path)
-
-
-class Lock:
-    """A file that is locked while this process writes into its directory, or removes it. The system lets go of it when
-    the process ends, however it ends.
-
-    Raises:
-        BlockingIOError: somebody, perhaps on another machine, holds it.
-        FileNotFoundError: there is no such directory, or it has just been removed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(self._file.fileno()).st_nlink:
-                raise FileNotFoundError(f"{path} was removed")
-        except OSError:
-            self._file.close()
-            raise
-
-    def release(self) -> None:
-        self._file.close()
-
-    @staticmethod
-    def take(path: Path) -> "Lock | None":
-        """The lock, unless somebody holds it."""
-        try:
-            return Lock(path)
-        except BlockingIOError:
-            return None
 
 
 @contextmanager

@@ -1,8 +1,12 @@
-"""Owns `load`: which checkpoint is meant, whether it fits, and where its values go."""
+"""Owns `load`: which checkpoint is meant, whether it fits, and where its values go.
+
+Each rank looks for the checkpoint, and reads what is in it beside the tensors of the model. Then ranks tell each other
+what they found, and nothing of the model has changed by then. They tell each other once more when it has.
+"""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -11,51 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from onefold.checkpoint.agreeing import Statement, attempt, go_on, tell, together
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
-from onefold.checkpoint.contents import check_given, check_same, several
-from onefold.checkpoint.directory import Damaged, Found, candidates, next_candidate, tell_passed
-from onefold.checkpoint.entries import Entry, buffer_entries, kept_entries, param_names, persistent_buffers
+from onefold.checkpoint.contents import check_given, kinds_given, several
+from onefold.checkpoint.directory import Choice, Damaged, Found, choose, damage, tell_passed
+from onefold.checkpoint.entries import Entry, buffer_entries, flats_of, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED, file_of, understood
-from onefold.checkpoint.plans import EntryLoadPlanner
-from onefold.checkpoint.saving import as_ours
 from onefold.checkpoint.storage import Reader
-from onefold.checkpoint.writing import alone_is_fine, failure
-from onefold.comm.agreement import together
-from onefold.comm.comm import Comm
 from onefold.engine.session import Session
 from onefold.errors import CheckpointError, OptimizerError
 from onefold.files.names import modules_with_more
 from onefold.optim.ema import EMA
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.update import FlatUpdate
-
-
-def load(session: Session, path: Path, job: "Job", rest: "Rest") -> Any:
-    """Let `job` read the checkpoint that `path` means, and `rest` take what else is in it; see `onefold.load`."""
-    session.come_to_rest("onefold.load")
-    session.wait_for_readers()
-    agree = partial(together, session.comm, kind=CheckpointError, did="could not load")
-    agree(partial(as_ours, session.wait_for_saves))
-    job.check()
-    damaged: dict[Found, Damaged] = {}
-    while True:
-        # What rank 0 sees counts: others may see a directory that changes at another moment. It is looked at again for
-        # each attempt: another run may have removed or replaced a checkpoint meanwhile, and left a newer one.
-        found, passed = session.comm.exchange_objects(agree(partial(as_ours, lambda: candidates(path))))[0]
-        candidate, passed = next_candidate(found, passed, damaged)
-        try:
-            read = job.run(candidate.path, rest)
-        except Damaged as error:
-            damaged[candidate] = error
-            continue
-        if session.comm.rank == 0:
-            tell_passed("loading", candidate.path, passed)
-        return agree(partial(as_ours, partial(rest.take, session, read)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,34 +46,105 @@ class Read:
     extra: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
-    """What `load` was given to fill beside model and optimizer."""
+def load(path: Path, job: "Job") -> Any:
+    """Let `job` read the checkpoint that `path` means; see `onefold.load`."""
+    session = job.session
+    session.come_to_rest("onefold.load")
+    session.wait_for_readers()
+    comm, given, did = session.comm, kinds_given(job.optimizer, job.ema), "could not load"
+    damaged: dict[Found, Damaged] = {}
+    meant: Choice | None = None
+    while True:
+        with ExitStack() as stack:
+            choice, problem = attempt(partial(job.choose, path, damaged, meant))
+            if problem is None:
+                read, problem = attempt(partial(job.open, choice.found.path, stack))
+            every: list[Statement[Choice]] = tell(comm, given, choice, problem)
+            # What rank 0 sees counts: others may see a directory that changes at another moment.
+            meant = every[0].brought
+            seen = {told.brought.found for told in every if told.brought is not None}
+            if meant is not None and seen != {meant.found} and all(told.may_go_on for told in every):
+                continue
+            try:
+                go_on(every, comm.rank, problem, did)
+                extra, _ = together(comm, partial(job.fill, read), {}, did)
+            except Damaged as error:
+                if meant is None:
+                    raise
+                damaged[meant.found], meant = error, None
+                continue
+            if comm.rank == 0:
+                tell_passed("loading", choice)
+            return extra
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What `load` was given to fill."""
+
+    session: Session
+    model: nn.Module
+    optimizer: Optimizer | None
+    ema: EMA | None
     scheduler: Any
     loader: Any
     random_states: bool
+    strict: bool
+    progress: bool
+    files: Files
 
-    def check(self, read: Read, comm: Comm) -> None:
-        """Whether the checkpoint has what is asked for, before anything is changed.
+    def choose(self, path: Path, damaged: Mapping[Found, Damaged], meant: Choice | None) -> Choice:
+        """The checkpoint to read: what rank 0 chose, if ranks saw different ones, or the best that is there now."""
+        self.session.wait_for_saves()
+        check_given(self.session, self.optimizer, self.ema)
+        # Another run may have removed or replaced a checkpoint meanwhile, and left a newer one.
+        return meant or choose(path, damaged)
+
+    def open(self, path: Path, stack: ExitStack) -> Read:
+        """Read whatever is no tensor of model or optimizer, before anything is changed.
+
+        Args:
+            stack: to close the files.
+        Raises:
+            Damaged: a part of it is not what was written.
+            CheckpointError: it does not fit, or has not what is asked for; naming the first that differs.
+        """
+        rank, where = self.session.comm.rank, path / SHARED
+        with damage():
+            reader = stack.enter_context(closing(Reader(path, self.files)))
+            if rank == 0:
+                reader.check_sizes()
+            shared = reader.shared
+            read = Read(
+                reader=reader,
+                own=reader.own(rank) if rank < reader.num_ranks else {},
+                schedulers=understood(where, lambda: [decode(state) for state in shared["schedulers"]]),
+                module_states=understood(where, lambda: _module_states(reader)),
+                extra=understood(where, lambda: decode(shared["extra"], reader.tensor)),
+            )
+        self._check(read)
+        self._check_rest(read)
+        return read
+
+    def fill(self, read: Read) -> tuple[Any, None]:
+        """Let model, optimizer and all else have what was saved; returns the extra, and nothing for other ranks.
 
         Raises:
-            CheckpointError: it has not.
+            Damaged: a tensor is not what was written, and the model holds part of the checkpoint.
+            CheckpointError: something does not take what was saved.
         """
-        where, have, want = read.reader.directory, len(read.schedulers), len(several(self.scheduler))
-        if want and want != have:
-            raise CheckpointError(f"{where} holds the state of {have} schedulers, not {want}")
-        if self.loader is not None and read.reader.num_ranks != comm.num_ranks:
-            raise CheckpointError(
-                f"{where} was saved by {read.reader.num_ranks} ranks, and this is one of {comm.num_ranks}: the place "
-                "in each rank's data cannot be carried over. Load without loader="
-            )
-        if self.loader is not None and read.own.get("loader") is None:
-            raise CheckpointError(f"{where} was saved without the state of a data loader")
-
-    def take(self, session: Session, read: Read) -> Any:
-        """Schedulers, data loader, random states; returns the extra."""
-        where = read.reader.directory
+        where, reader = read.reader.directory, read.reader
+        try:
+            self._read_tensors(reader)
+        finally:  # also where it went wrong: the other ranks wait for what this one shows
+            for unit in self.session.runtime.units:
+                unit.show_stored(unit.flats)
+        understood(where / SHARED, lambda: self._take_numbers(reader.shared))
+        modules = modules_with_more(self.model)
+        for name, state in (read.module_states or {}).items():
+            if name in modules:
+                with _taking(where, f"module {name!r}"):
+                    modules[name].set_extra_state(state)
         for index, (each, state) in enumerate(zip(several(self.scheduler), read.schedulers, strict=False)):
             with _taking(where, f"scheduler {index}"):
                 each.load_state_dict(state)
@@ -106,140 +152,56 @@ class Rest:
             with _taking(where, "the loader"):
                 self.loader.load_state_dict(decode(read.own["loader"]))
         if self.random_states and read.own.get("random") is not None:  # a checkpoint that was imported has none
-            own = where / file_of(session.comm.rank, OWN)
-            understood(own, lambda: _take_random(session.device, decode(read.own["random"])))
-        return read.extra
+            own = where / file_of(self.session.comm.rank, OWN)
+            understood(own, lambda: _take_random(self.session.device, decode(read.own["random"])))
+        return read.extra, None
 
-
-class Job:
-    """Reads a checkpoint into a model and its optimizer."""
-
-    def __init__(
-        self,
-        session: Session,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        ema: EMA | None,
-        files: Files,
-        strict: bool,
-        progress: bool,
-    ) -> None:
-        self._session = session
-        self._model = model
-        self._optimizer = optimizer
-        self._ema = ema
-        self._files = files
-        self._strict = strict
-        self._progress = progress
-
-    def check(self) -> None:
-        """Whether it can be done at all.
-
-        Raises:
-            CheckpointError: on every rank, if not on any.
-        """
-        given = (self._session, self._optimizer, self._ema)
-        together(self._session.comm, partial(check_given, *given), kind=CheckpointError, did="could not load")
-        check_same(*given)
-
-    def run(self, path: Path, rest: Rest) -> Read:
-        """Read one checkpoint into model and optimizer."""
-        session = self._session
-        agree = partial(together, session.comm, did="could not load")
-        with ExitStack() as stack:
-            reader: Reader = agree(partial(as_ours, lambda: self._open(path), kind=Damaged), kind=Damaged)
-            stack.callback(reader.close)
-            read: Read = agree(partial(as_ours, lambda: self._beside(reader), kind=Damaged), kind=Damaged)
-            agree(partial(as_ours, lambda: self._check(reader, read)), kind=CheckpointError)
-            agree(partial(as_ours, lambda: rest.check(read, session.comm)), kind=CheckpointError)
+    def _read_tensors(self, reader: Reader) -> None:
+        told = f"reading {reader.directory} failed, and the model holds part of it: "
+        try:
             for update, saved in self._states(reader):
                 update.make_room(saved)
-            self._tensors(reader)
-        for unit in session.runtime.units:
-            unit.show_stored(unit.flats)
-        agree(partial(as_ours, lambda: understood(path / SHARED, lambda: self._take(reader.shared))))
-        agree(partial(as_ours, lambda: self._take_module_states(read)))
-        return read
-
-    def _tensors(self, reader: Reader) -> None:
-        entries = self._wanted(reader)
-        total = sum(entry.nbytes for entry in entries)
-        path, comm = reader.directory, self._session.comm
-        with bar(f"loading {path.name}", total, self._progress and comm.rank == 0) as advance:
-            reader.progress = advance
-            try:
-                with alone_is_fine():
-                    dcp_load(
-                        {},
-                        storage_reader=reader,
-                        planner=EntryLoadPlanner(entries),
-                        process_group=comm.control_group(),
-                    )
-            except BaseException as error:
-                told = failure(error, f"reading {path} failed, and the model holds part of it", comm.rank)
-                raise (Damaged(str(told)) if _is_damage(error) else told) from error
+            entries = self._wanted(reader)
+            total, is_first = sum(entry.nbytes for entry in entries), self.session.comm.rank == 0
+            with bar(f"loading {reader.directory.name}", total, self.progress and is_first) as advance:
+                reader.fill(entries, advance)
+        except CheckpointError as error:
+            raise Damaged(f"{told}{error}") from error
+        except Exception as error:
+            raise CheckpointError(f"{told}{error}") from error
 
     def _wanted(self, reader: Reader) -> list[Entry]:
         """What is to be read; unless strict, of weights and buffers those that are there."""
         entries = [
-            *kept_entries(self._session, self._optimizer, self._ema),
-            *buffer_entries(persistent_buffers(self._model)),
+            *kept_entries(self.session, self.optimizer, self.ema),
+            *buffer_entries(persistent_buffers(self.model)),
         ]
-        if self._strict:
+        if self.strict:
             return entries
         params, buffers = understood(reader.directory / SHARED, lambda: _shapes(reader.shared))
         there = {*(f"model.{name}" for name in params), *(f"buffer.{name}" for name in buffers)}
         return [each for each in entries if not each.key.startswith(("model.", "buffer.")) or each.key in there]
 
-    def _open(self, path: Path) -> Reader:
-        reader = Reader(path, self._files)
-        if self._session.comm.rank == 0:
-            reader.check_sizes()
-        return reader
-
-    def _beside(self, reader: Reader) -> Read:
-        """Whatever is no tensor of model or optimizer: damage to it has to be known before anything is changed."""
-        shared, rank = reader.shared, self._session.comm.rank
-        path = reader.directory / SHARED
-        return Read(
-            reader=reader,
-            own=reader.own(rank) if rank < reader.num_ranks else {},
-            schedulers=understood(path, lambda: [decode(state) for state in shared["schedulers"]]),
-            module_states=understood(path, lambda: _module_states(reader)),
-            extra=understood(path, lambda: decode(shared["extra"], reader.tensor)),
-        )
-
-    def _take(self, shared: Mapping[str, Any]) -> None:
-        self._take_optimizer(shared)
-        self._session.scaler.load_state_dict(_scaler_state(self._session, shared))
-
-    def _take_module_states(self, read: Read) -> None:
-        modules = modules_with_more(self._model)
-        for name, state in (read.module_states or {}).items():
-            if name in modules:
-                with _taking(read.reader.directory, f"module {name!r}"):
-                    modules[name].set_extra_state(state)
-
-    def _check(self, reader: Reader, read: Read) -> None:
-        """Compare names and shapes, and make room for state.
+    def _check(self, read: Read) -> None:
+        """Compare names and shapes.
 
         Raises:
             CheckpointError: naming the first that differ.
         """
-        where = reader.directory
+        reader, where = read.reader, read.reader.directory
         params, buffers = understood(where / SHARED, lambda: _shapes(reader.shared))
-        flats = [flat for unit in self._session.runtime.units for flat in unit.flats]
+        flats = flats_of(self.session)
         mine = {n: tuple(s.shape) for flat in flats for n, s in zip(flat.names, flat.layout.slots, strict=True)}
-        compare = _compare if self._strict else _compare_common
+        compare = _compare if self.strict else _compare_common
         compare(where, "parameter", mine, params)
-        mine = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model).items()}
+        mine = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.model).items()}
         compare(where, "buffer", mine, buffers)
         if read.module_states is not None:
-            more, theirs = (dict.fromkeys(names, ()) for names in (modules_with_more(self._model), read.module_states))
+            more, theirs = (dict.fromkeys(names, ()) for names in (modules_with_more(self.model), read.module_states))
             compare(where, "module with extra state", more, theirs)
-        if self._ema is not None and not reader.shared.get("has_ema"):
+        if self.ema is not None and not reader.shared.get("has_ema"):
             raise CheckpointError(f"{where} was saved without an EMA; one made after loading starts from the weights")
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
         if reader.shared.get("optimizer") is None:
             raise CheckpointError(f"{where} was saved without an optimizer: load(path, model) takes its weights")
@@ -253,24 +215,37 @@ class Job:
                 f"{where} does not fit: {error}. load(path, model) takes its weights alone"
             ) from error
 
+    def _check_rest(self, read: Read) -> None:
+        where, have, want = read.reader.directory, len(read.schedulers), len(several(self.scheduler))
+        if want and want != have:
+            raise CheckpointError(f"{where} holds the state of {have} schedulers, not {want}")
+        saved_by, here = read.reader.num_ranks, self.session.comm.num_ranks
+        if self.loader is not None and saved_by != here:
+            raise CheckpointError(
+                f"{where} was saved by {saved_by} ranks, and this is one of {here}: the place in each rank's data "
+                "cannot be carried over. Load without loader="
+            )
+        if self.loader is not None and read.own.get("loader") is None:
+            raise CheckpointError(f"{where} was saved without the state of a data loader")
+
     def _states(self, reader: Reader) -> list[tuple[FlatUpdate, dict[int, dict[str, torch.dtype]]]]:
         """The optimizer's updates, and what was saved of the state of each, by slot."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return []
         dtypes = understood(reader.directory / SHARED, lambda: _state_dtypes(reader))
         return [
             (update, {slot: dtypes.get(name, {}) for slot, name in enumerate(update.flat.names)})
-            for update in self._optimizer.updates
+            for update in self.optimizer.updates
         ]
 
     def _hyper_parameters(self, saved: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
         """What each of the optimizer's groups takes over."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return []
         hyper_of = {name: decode(group["hyper"]) for group in saved["groups"] for name in group["params"]}
-        names = param_names(self._session)
+        names = param_names(self.session)
         found = []
-        for index, group in enumerate(self._optimizer.param_groups):
+        for index, group in enumerate(self.optimizer.param_groups):
             theirs = [hyper_of.get(names[id(param)]) for param in group["params"]]
             if any(each != theirs[0] for each in theirs) or (theirs and theirs[0] is None):
                 odd = next(
@@ -283,17 +258,19 @@ class Job:
             found.append((theirs[0] if theirs else None) or {})
         return found
 
-    def _take_optimizer(self, shared: Mapping[str, Any]) -> None:
-        if self._optimizer is None:
+    def _take_numbers(self, shared: Mapping[str, Any]) -> None:
+        """What optimizer and loss scale keep beside tensors."""
+        self.session.scaler.load_state_dict(_scaler_state(self.session, shared))
+        if self.optimizer is None:
             return
         saved = shared["optimizer"]
-        for group, hyper in zip(self._optimizer.param_groups, self._hyper_parameters(saved, Path()), strict=True):
+        for group, hyper in zip(self.optimizer.param_groups, self._hyper_parameters(saved, Path()), strict=True):
             group.update(hyper)
-        for update in self._optimizer.updates:
+        for update in self.optimizer.updates:
             names = enumerate(update.flat.names)
             scalars = {slot: decode(saved["scalars"][name]) for slot, name in names if name in saved["scalars"]}
             update.take_scalars(scalars)
-        self._optimizer.num_updates = int(saved["num_updates"])
+        self.optimizer.num_updates = int(saved["num_updates"])
 
 
 def _compare(where: Path, what: str, mine: Mapping[str, Sequence[int]], theirs: Mapping[str, Sequence[int]]) -> None:
@@ -355,12 +332,6 @@ def _taking(where: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(f"{what} does not take the state in {where}: {error!r}") from error
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Whether it is the checkpoint's fault: then an older one may do."""
-    found = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return all(isinstance(each, CheckpointError) for each in found)
 
 
 def _shapes(shared: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:

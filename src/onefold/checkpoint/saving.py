@@ -1,4 +1,8 @@
-"""Owns `save`'s work: a place to write, copies to write from, and the writing, now or beside the next steps."""
+"""Owns `save`'s work: what ranks agree on before, copies to write from, and the writing, now or beside the next steps.
+
+All ranks meet, tell each other once what they are about to do, and tell rank 0 how it went. What goes wrong on a rank
+travels in the same messages, and every rank raises.
+"""
 
 import logging
 import platform
@@ -8,24 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NoReturn
 
+from onefold.checkpoint.agreeing import Opening, attempt, conversation, opening, together
 from onefold.checkpoint.bar import bar
-from onefold.checkpoint.contents import Contents, merge_states
+from onefold.checkpoint.contents import Contents
 from onefold.checkpoint.copies import Copies, new_room, room_bytes
-from onefold.checkpoint.directory import Workplace, is_reserved
+from onefold.checkpoint.directory import commit, workplace_for
 from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import Files
-from onefold.checkpoint.manifest import MANIFEST
-from onefold.comm.agreement import together
+from onefold.checkpoint.storage import Part, hold_together, write_part
 from onefold.comm.local import LocalComm
 from onefold.comm.side_channel import Conversation
 from onefold.engine.session import Session
-from onefold.errors import CheckpointError, HostMemoryError, OnefoldError
+from onefold.errors import CheckpointError, HostMemoryError
+from onefold.system.atomic_replace import Workplace
 from onefold.tiers.tier import available_bytes
-
-if TYPE_CHECKING:
-    from onefold.checkpoint.storage import Part
 
 
 class Saving:
@@ -112,55 +114,94 @@ class Wishes:
             )
 
 
-def save(session: Session, target: Path, collect: Callable[[], Contents], wishes: Wishes) -> Saving:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """What one rank tells the others before they save together."""
+
+    machine: str
+    needed: int
+    """Bytes of memory for copies, beside what this rank has for them already."""
+    free: int
+    """Bytes of memory that the machine has."""
+    directory: Path | None
+    """Where the checkpoint grows, on rank 0."""
+    opening: Opening
+
+
+def save(
+    session: Session, target: Path, given: Mapping[str, bool], collect: Callable[[], Contents], wishes: Wishes
+) -> Saving:
     """Write what `collect` gives to `target`, now or beside the next steps; see `onefold.save`."""
     begun = time.perf_counter()
-    agree = partial(together, session.comm, kind=CheckpointError, did="could not save")
-    agree(partial(as_ours, session.wait_for_saves))
-    session.come_to_rest("onefold.save")
-    found: Contents = agree(partial(as_ours, collect))
-    merge_states(session, found.shared)
-    talk, saving = session.comm.conversation(), Saving(target)
-    workplace: Workplace | None = agree(partial(as_ours, lambda: _workplace(session, target, wishes.files)))
+    comm, workplace = session.comm, None
+    session.come_to_rest("onefold.save")  # ranks may have to do that together: before one of them can fail
+
+    def prepare() -> tuple[Contents, _Offer]:
+        nonlocal workplace
+        session.wait_for_saves()
+        contents = collect()
+        workplace = None if comm.rank else workplace_for(target, wishes.files)
+        return contents, _Offer(
+            machine=platform.node(),
+            needed=_more_room(session, contents) if wishes.asynchronous else 0,
+            free=available_bytes(),
+            directory=None if workplace is None else workplace.path,
+            opening=opening(),
+        )
+
     try:
-        directory = Path(session.comm.exchange_objects(str(workplace.path) if workplace else None)[0])
-        agree(lambda: _see(directory, session.comm.rank))
-        more = _by_machine(session, _more_room(session, room_bytes(found.entries)) if wishes.asynchronous else 0)
-        make = partial(_copies, session, found.entries, more) if wishes.asynchronous else _nothing
-        copies: Copies | None = agree(partial(as_ours, make))
+        contents, offers = together(comm, prepare, given, "could not save")
+        _check_memory(offers)
+        talk = conversation(comm, offers[0].opening)
     except BaseException:
         if workplace is not None:
             workplace.abandon()
         raise
-    work = _Work(target=target, directory=directory, workplace=workplace, contents=found, talk=talk, wishes=wishes)
-    if copies is not None:
-        contents = replace(found, entries=copies.entries)
-        work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving), release=saving.free)
-        session.saves.append(saving.wait)
-        session.readers.append(saving.wait_until_free)
-        saving.start(work.run)
+    saving = Saving(target)
+    work = _Work(target, offers[0].directory or target, workplace, contents, talk, wishes)
+    if wishes.asynchronous:
+        _start(session, saving, work)
     else:
         work.run()
     saving.stall_s += time.perf_counter() - begun
     return saving
 
 
-def _copies(session: Session, entries: Sequence[Entry], all_more: Mapping[str, int]) -> Copies:
-    """For a save beside training: copies of all that is not read in place, of which those that cannot wait are made.
+def _check_memory(offers: Sequence[_Offer]) -> None:
+    """Whether each machine has the memory that its ranks need for copies: the same answer on every rank.
 
-    Args:
-        all_more: see `_by_machine`.
     Raises:
-        CheckpointError: there is not so much memory.
+        CheckpointError: one has not.
     """
-    here, free = platform.node(), available_bytes()
-    if all_more[here] > free:
-        raise CheckpointError(
-            f"copies for a save beside training take {all_more[here]:,} more bytes of memory on {here}, and {free:,} "
-            "are available; save with asynchronous=False, which makes none"
-        )
+    for machine in dict.fromkeys(offer.machine for offer in offers):
+        here = [offer for offer in offers if offer.machine == machine]
+        needed, free = sum(offer.needed for offer in here), min(offer.free for offer in here)
+        if needed > free:
+            raise CheckpointError(
+                f"copies for a save beside training take {needed:,} more bytes of memory on {machine}, and {free:,} "
+                "are available; save with asynchronous=False, which makes none"
+            )
+
+
+def _start(session: Session, saving: Saving, work: "_Work") -> None:
+    """Save beside training. A copy that fails is told where the save is waited for, like all that goes wrong later."""
+    copies, problem = attempt(partial(_copies, session, work.contents.entries))
+    if problem is not None:
+        work = replace(work, prepare=partial(_fail, problem))
+    else:
+        contents = replace(work.contents, entries=copies.entries)
+        work = replace(work, contents=contents, prepare=partial(_copy_beside, copies, saving), release=saving.free)
+    session.saves.append(saving.wait)
+    session.readers.append(saving.wait_until_free)
+    saving.start(work.run)
+    if problem is not None and not isinstance(problem, Exception):
+        raise problem
+
+
+def _copies(session: Session, entries: Sequence[Entry]) -> Copies:
+    """Copies of all that is not read in place, of which those that cannot wait are made."""
     nbytes = room_bytes(entries)
-    if _more_room(session, nbytes):
+    if session.room is not None and len(session.room.whole) < nbytes:
         session.room = None  # first: both together may be too much
     session.room = session.room or new_room(nbytes, session.device, -(-session.num_threads // 2))
     copies = Copies(entries, session.device, session.lanes, session.room)
@@ -171,17 +212,9 @@ def _copies(session: Session, entries: Sequence[Entry], all_more: Mapping[str, i
     return copies
 
 
-def _more_room(session: Session, nbytes: int) -> int:
-    """How much larger than the room that there is one of so many bytes is."""
-    return max(nbytes - (0 if session.room is None else len(session.room.whole)), 0)
-
-
-def _by_machine(session: Session, more: int) -> dict[str, int]:
-    """How many more bytes of memory all ranks of each machine need, if this one needs so many."""
-    needed: dict[str, int] = {}
-    for machine, nbytes in session.comm.exchange_objects((platform.node(), more)):
-        needed[machine] = needed.get(machine, 0) + nbytes
-    return needed
+def _more_room(session: Session, contents: Contents) -> int:
+    """How much larger than the room that there is one for copies of the contents is."""
+    return max(room_bytes(contents.entries) - (0 if session.room is None else len(session.room.whole)), 0)
 
 
 def _copy_beside(copies: Copies, saving: Saving) -> None:
@@ -190,11 +223,15 @@ def _copy_beside(copies: Copies, saving: Saving) -> None:
         saving.free()
 
 
+def _fail(problem: BaseException) -> NoReturn:
+    raise problem
+
+
 def _nothing() -> None:
     """For contents that can be read as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Work:
     """What is to be done on one rank for one checkpoint, once its contents are known."""
 
@@ -206,11 +243,11 @@ class _Work:
     contents: Contents
     talk: Conversation
     wishes: Wishes
+    title: str = "saving"
     prepare: Callable[[], None] = _nothing
     """Makes the contents readable."""
     release: Callable[[], None] = _nothing
     """Told once they have been read, perhaps long before they are on the disk."""
-    title: str = "saving"
 
     def run(self) -> None:
         """Write this rank's part, hear how the others fared, and let rank 0 make a checkpoint of all parts.
@@ -219,33 +256,30 @@ class _Work:
             CheckpointError: on every rank, if any failed; nothing is left of the checkpoint then.
         """
         try:
-            self._run()
+            part, problem = attempt(self._write)
+            try:
+                stories = self.talk.broadcast(self._finished(part or str(problem) or repr(problem)))
+            except RuntimeError as error:
+                stories = {
+                    self.talk.rank: f"rank 0 is gone, and whether the checkpoint is there is not known ({error})"
+                }
+            if problem is not None and not isinstance(problem, Exception):
+                raise problem
+            if stories:
+                told = "; ".join(f"rank {rank}: {story}" for rank, story in sorted(stories.items()))
+                what = f"the checkpoint {self.target.name!r} was not written (this is rank {self.talk.rank})"
+                raise CheckpointError(f"{what}. {told}") from problem
         except BaseException:
             if self.workplace is not None:
                 self.workplace.abandon()
             raise
 
-    def _run(self) -> None:
-        problem: BaseException | None = None
-        try:
-            self.prepare()
-            mine: Part | str = self._write()
-        except BaseException as error:  # to be raised once the others know
-            mine, problem = str(error) or repr(error), error
-        try:
-            stories = self.talk.broadcast(self._finished(mine))
-        except RuntimeError as error:
-            stories = {self.talk.rank: f"rank 0 is gone, and whether the checkpoint is there is not known ({error})"}
-        if problem is not None and not isinstance(problem, Exception):
-            raise problem
-        if stories:
-            told = "; ".join(f"rank {rank}: {story}" for rank, story in sorted(stories.items()))
-            what = f"the checkpoint {self.target.name!r} was not written (this is rank {self.talk.rank})"
-            raise CheckpointError(f"{what}. {told}") from problem
-
-    def _write(self) -> "Part":
-        from onefold.checkpoint.writing import write_part  # half a second, the first time: not while training waits
-
+    def _write(self) -> Part:
+        self.prepare()
+        if not self.directory.is_dir():
+            raise CheckpointError(
+                f"{self.directory}, which rank 0 made, is not there: save to a file system that all ranks share"
+            )
         rank, total = self.talk.rank, sum(entry.nbytes for entry in self.contents.entries)
         left = total
 
@@ -259,16 +293,14 @@ class _Work:
         with bar(self.title, total, self.wishes.progress and rank == 0) as advance:
             return write_part(self.directory, rank, self.contents, self.wishes.files, progress)
 
-    def _finished(self, mine: "Part | str") -> dict[int, str]:
+    def _finished(self, mine: Part | str) -> dict[int, str]:
         """What went wrong, by rank, as rank 0 sees it; nothing if the checkpoint is there."""
         try:
             parts = self.talk.gather(mine)
             stories = {rank: each for rank, each in enumerate(parts) if isinstance(each, str)}
             if self.workplace is not None and not stories:
-                from onefold.checkpoint.storage import hold_together
-
                 hold_together(self.directory, self.contents.shared, parts, self.wishes.files)
-                self.workplace.commit(self.wishes.keep_last)
+                commit(self.workplace, self.wishes.keep_last, self.wishes.files)
         except Exception as error:
             return {self.talk.rank: str(error) or repr(error)}
         return stories
@@ -280,50 +312,5 @@ def write_alone(target: Path, contents: Contents, title: str, wishes: Wishes) ->
     Raises:
         CheckpointError: it cannot be written, or what was to be written cannot be read; nothing is left of it.
     """
-    place: Workplace = as_ours(lambda: _vacant(target, wishes.files))
-    talk = LocalComm().conversation()
-    work = _Work(
-        target=target,
-        directory=place.path,
-        workplace=place,
-        contents=contents,
-        talk=talk,
-        wishes=wishes,
-        title=title,
-    )
-    work.run()
-
-
-def as_ours(attempt: Callable[[], Any], kind: type[CheckpointError] = CheckpointError) -> Any:
-    """Let whatever goes wrong be an error of ours, so that other ranks hear of it."""
-    try:
-        return attempt()
-    except Exception as error:
-        if isinstance(error, OnefoldError) and not isinstance(error, CheckpointError):
-            raise
-        raise (error if isinstance(error, kind) else kind(str(error) or repr(error))) from error
-
-
-def _workplace(session: Session, target: Path, files: Files) -> Workplace | None:
-    return None if session.comm.rank else _vacant(target, files)
-
-
-def _vacant(target: Path, files: Files) -> Workplace:
-    if target.is_symlink():
-        raise CheckpointError(f"{target} is a symbolic link: give the path that it stands for, {target.resolve()}")
-    if target.exists() and not (target / MANIFEST).exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there and is no checkpoint: give a path of its own to each checkpoint")
-    if is_reserved(target.name):
-        raise CheckpointError(f"{target}: saves under way have such names, and are removed by the next; give another")
-    if target.parent.is_symlink() and not target.parent.exists():
-        raise CheckpointError(f"{target.parent} is a link to {target.parent.readlink()}, which is not there")
-    if (target.parent / MANIFEST).exists():
-        raise CheckpointError(f"{target.parent} is a checkpoint: {target.name} within it would go when it is removed")
-    return Workplace(target, files)
-
-
-def _see(directory: Path, rank: int) -> None:
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"rank {rank} does not see {directory}, which rank 0 made: save to a file system that all ranks share"
-        )
+    workplace = workplace_for(target, wishes.files)
+    _Work(target, workplace.path, workplace, contents, conversation(LocalComm(), opening()), wishes, title).run()

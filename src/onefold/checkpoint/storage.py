@@ -1,16 +1,18 @@
-"""Owns the files of a checkpoint, as torch.distributed.checkpoint reads and writes them.
+"""Owns the files of a checkpoint: what each rank writes, what holds all of it together, and how it is read.
 
     step-100/
         manifest.json       every file with its size and checksum; written last
         checkpoint.json.gz  tensors (shape, dtype, which box lies where) and everything else that all ranks share
         rank-00000.json.gz  what is of one rank alone: random numbers, its data loader
-        rank-00000.data     the boxes that one rank wrote, one after another, raw
+        rank-00000.data     the elements that one rank wrote, range after range, raw
         rank-00000.sums     a checksum for each block of that, see [Note: Blocks]
 
-No file is ever executed or unpickled.
+Ranks write and read ranges of flattened tensors. In the files a range is written down as the rectangular boxes that it
+is made of, which lie one after another. No file is ever executed or unpickled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,18 +20,12 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch import Tensor
 
+from onefold.checkpoint.bar import Progress
 from onefold.checkpoint.codec import dtype_name, dtype_of, packed, unpacked
+from onefold.checkpoint.contents import Contents
+from onefold.checkpoint.entries import Entry
 from onefold.checkpoint.files import BlockReader, BlockWriter, Files, block_bytes, named, read_file, write_file
 from onefold.checkpoint.manifest import (
     FORMAT,
@@ -44,95 +40,67 @@ from onefold.checkpoint.manifest import (
     read_manifest,
     understood,
 )
-from onefold.checkpoint.plans import EntrySavePlanner, flat_index
 from onefold.errors import CheckpointError
+from onefold.plan.layout import boxes
 
-Progress = Callable[[int], None]
-"""Told how many more bytes are done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one box lies."""
-
-    file: str
-    start: int
-    sizes: tuple[int, ...]
+_PIECE_NUMEL = 2**19
+_BY_SLICE = ("scalars", "states")
+"""What of an optimizer a rank knows for its slices only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote: its boxes of tensors, where they lie, and its files."""
+    """What one rank wrote."""
 
-    metadata: Metadata
-    results: Sequence[WriteResult]
+    files: Sequence[FileRecord]
+    tensors: Mapping[str, Any]
+    """As they stand in the checkpoint: dtype and shape by name, and where the boxes that this rank wrote lie."""
+    optimizer: Mapping[str, Any]
+    """What this rank knows of its slices' state beside tensors; empty without an optimizer."""
 
 
-class Writer(StorageWriter):
-    """Writes one rank's part of a checkpoint into `directory`.
+def write_part(directory: Path, rank: int, contents: Contents, files: Files, progress: Progress) -> Part:
+    """Write one rank's part into the directory.
 
-    Args:
-        own: what is of this rank alone.
-
-    Attributes:
-        parts: what was written: one part, once all of it is on the disk.
+    Raises:
+        CheckpointError: it cannot be written.
     """
+    name, tensors = file_of(rank, "data"), dict[str, Any]()
+    total, count = 0, 0
+    for entry in contents.entries:
+        kind = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape)}
+        chunks = tensors.setdefault(entry.key, {**kind, "chunks": []})["chunks"]
+        for box in boxes(entry.shape, entry.start, entry.stop):
+            chunks.append([list(box.offsets), list(box.sizes), name, total])
+            total, count = total + prod(box.sizes) * entry.dtype.itemsize, count + 1
+    block = block_bytes(total, count)
+    with closing(BlockWriter(files, directory / name, block)) as writer:
+        for piece in _pieces(contents.entries):
+            writer.append(piece)
+            progress(piece.nbytes)
+        table = writer.finish()
+        if writer.nbytes != total:
+            raise CheckpointError(f"{directory / name} took {writer.nbytes} bytes, and {total} were announced")
+    records = [
+        FileRecord(name, total, None, block),
+        _written(files, directory, file_of(rank, "sums"), table),
+        _written(files, directory, file_of(rank, OWN), packed(contents.own)),
+    ]
+    optimizer = contents.shared["optimizer"]
+    return Part(records, tensors, {} if optimizer is None else {what: optimizer[what] for what in _BY_SLICE})
 
-    def __init__(self, directory: Path, rank: int, own: Mapping[str, Any], files: Files, progress: Progress) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._own = own
-        self._files = files
-        self._progress = progress
-        self.parts: list[Part] = []
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """One writer writes one checkpoint."""
+def _pieces(entries: Iterable[Entry]) -> Iterator[Tensor]:
+    """The values of entries, one small 1-D piece after another, where they rest: joining exact weights takes several
+    times a piece."""
+    for entry in entries:
+        for first in range(entry.start, entry.stop, _PIECE_NUMEL):
+            yield entry.read(first, min(first + _PIECE_NUMEL, entry.stop))
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The directory is there already."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not isinstance(planner, EntrySavePlanner):
-            raise TypeError(f"{type(planner).__name__} gives whole tensors; write with an EntrySavePlanner")
-        name, block = file_of(self._rank, "data"), block_bytes(sum(map(_nbytes, plan.items)), len(plan.items))
-        writer, results = BlockWriter(self._files, self._directory / name, block), []
-        try:
-            for item in plan.items:
-                start = writer.nbytes
-                for piece in planner.pieces(item):
-                    writer.append(piece)
-                    self._progress(piece.nbytes)
-                sizes = () if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
-                results.append(self._result(item.index, Place(name, start, sizes), writer.nbytes - start))
-            table = writer.finish()
-        finally:
-            writer.close()
-        records = [FileRecord(name, writer.nbytes, None, block), self._write(file_of(self._rank, "sums"), table)]
-        records.append(self._write(file_of(self._rank, OWN), packed(self._own)))
-        results += [self._result(MetadataIndex(f"#{record.name}"), record, record.nbytes) for record in records]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def _result(self, index: MetadataIndex, where: Place | FileRecord, nbytes: int) -> WriteResult:
-        return WriteResult(index=index, size_in_bytes=nbytes, storage_data=where)
-
-    def _write(self, name: str, data: bytes) -> FileRecord:
-        return _written(self._files, self._directory, name, data)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.parts.append(Part(metadata, [result for each in results for result in each]))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+def _written(files: Files, directory: Path, name: str, data: bytes) -> FileRecord:
+    write_file(files, directory / name, data)
+    return FileRecord(name, len(data), crc32(data))
 
 
 def hold_together(directory: Path, shared: Mapping[str, Any], parts: Sequence[Part], files: Files) -> None:
@@ -141,10 +109,11 @@ def hold_together(directory: Path, shared: Mapping[str, Any], parts: Sequence[Pa
     Args:
         shared: what all ranks share beside tensors.
     """
-    every = [result for part in parts for result in part.results]
-    records = [result.storage_data for result in every if isinstance(result.storage_data, FileRecord)]
-    places = {result.index: result.storage_data for result in every if isinstance(result.storage_data, Place)}
-    text = {"format": FORMAT, "version": VERSION, **shared, "tensors": _index(parts, places)}
+    text = {"format": FORMAT, "version": VERSION, **shared, "tensors": _together(parts)}
+    if shared["optimizer"] is not None:
+        merged = {what: {k: v for part in parts for k, v in part.optimizer[what].items()} for what in _BY_SLICE}
+        text["optimizer"] = {**shared["optimizer"], **merged}
+    records = [record for part in parts for record in part.files]
     records.append(_written(files, directory, SHARED, packed(text)))
     manifest = Manifest(shared["saved_ns"], {record.name: record for record in records})
     _written(files, directory, MANIFEST, manifest_text(manifest))
@@ -152,53 +121,54 @@ def hold_together(directory: Path, shared: Mapping[str, Any], parts: Sequence[Pa
         files.sync_directory(directory)
 
 
-def _written(files: Files, directory: Path, name: str, data: bytes) -> FileRecord:
-    write_file(files, directory / name, data)
-    return FileRecord(name, len(data), crc32(data))
-
-
-def _nbytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _index(parts: Sequence[Part], places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+def _together(parts: Sequence[Part]) -> dict[str, Any]:
     """Tensors by name, each with the boxes that ranks wrote of it."""
     tensors: dict[str, Any] = {}
-    for key, stored in (item for part in parts for item in part.metadata.state_dict_metadata.items()):
-        if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{key!r} is no tensor")
-        kind = {"dtype": dtype_name(stored.properties.dtype), "shape": list(stored.size)}
-        tensor = tensors.setdefault(key, {**kind, "chunks": []})
-        if any(tensor[what] != value for what, value in kind.items()):
-            raise CheckpointError(f"{key!r} is {kind} on one rank, and {tensor['dtype']}{tensor['shape']} on another")
-        for chunk in stored.chunks:
-            place = places[MetadataIndex(key, chunk.offsets)]
-            tensor["chunks"].append([list(chunk.offsets), list(chunk.sizes), place.file, place.start])
+    for key, theirs in (item for part in parts for item in part.tensors.items()):
+        tensor = tensors.setdefault(key, {**theirs, "chunks": []})
+        if any(tensor[what] != theirs[what] for what in ("dtype", "shape")):
+            one, other = (f"{each['dtype']}{each['shape']}" for each in (tensor, theirs))
+            raise CheckpointError(f"{key!r} is {one} on one rank, and {other} on another")
+        tensor["chunks"] += theirs["chunks"]
     return tensors
 
 
-class Reader(StorageReader):
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, stop) of a flattened tensor, which lie in a file from byte `place` on."""
+
+    start: int
+    stop: int
+    file: str
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor of a checkpoint, and the runs that make it up, in order."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    runs: Sequence[Run]
+
+
+class Reader:
     """Reads from a checkpoint on disk. What it gives out was checked.
 
+    Attributes:
+        shared: what all ranks share beside tensors.
+        tensors: those that have elements, by name.
     Raises:
         CheckpointError: the directory is not a whole checkpoint.
     """
 
-    def __init__(self, directory: Path, files: Files | None = None, progress: Progress = lambda _: None) -> None:
+    def __init__(self, directory: Path, files: Files | None = None) -> None:
         self.directory = directory
         self._files = Files() if files is None else files
-        self.progress = progress
         self._open: dict[str, BlockReader] = {}
-        self._read_before = 0
         self._records = read_manifest(directory).files
         self.shared = self._json(SHARED)
-        self._metadata: Metadata = understood(directory / SHARED, lambda: self._parse(self.shared["tensors"]))
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of data files read so far."""
-        return self._read_before + sum(reader.read_bytes for reader in self._open.values())
+        self.tensors: Mapping[str, Saved] = understood(directory / SHARED, self._parse)
 
     @property
     def num_ranks(self) -> int:
@@ -247,62 +217,54 @@ class Reader(StorageReader):
             raise CheckpointError(f"{path} is damaged: it is not what was written")
         return data
 
-    def _parse(self, tensors: Mapping[str, Any]) -> Metadata:
-        found: dict[str, Any] = {}
-        places: dict[MetadataIndex, Place] = {}
-        for key, tensor in tensors.items():
-            dtype, shape, chunks = dtype_of(tensor["dtype"]), torch.Size(tensor["shape"]), []
-            for offsets, sizes, file, start in tensor["chunks"]:
-                chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
-                end = start + prod(sizes) * dtype.itemsize
-                if type(start) is not int or not 0 <= start <= end <= self._records[file].nbytes:
-                    raise ValueError(f"{key!r} lies outside of {file}")
-                places[MetadataIndex(key, chunks[-1].offsets)] = Place(file, start, tuple(sizes))
-            _check_covered(key, shape, chunks)
-            found[key] = TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=chunks)
-        return Metadata(found, storage_data=places)
+    def _parse(self) -> dict[str, Saved]:
+        found = {}
+        for key, tensor in self.shared["tensors"].items():
+            dtype, shape = dtype_of(tensor["dtype"]), torch.Size(tensor["shape"])
+            runs = sorted((_run(key, shape, *chunk) for chunk in tensor["chunks"]), key=lambda run: run.start)
+            for run in runs:
+                last = run.place + (run.stop - run.start) * dtype.itemsize
+                if type(run.place) is not int or not 0 <= run.place <= last <= self._records[run.file].nbytes:
+                    raise ValueError(f"{key!r} lies outside of {run.file}")
+            edges = [0, *(run.stop for run in runs)]
+            if [run.start for run in runs] != edges[:-1] or edges[-1] != prod(shape):
+                raise ValueError(f"the parts of {key!r} do not make up its shape {tuple(shape)}")
+            found[key] = Saved(dtype, shape, list(_joined(runs, dtype.itemsize)))
+        return found
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """One reader reads one checkpoint."""
+    def fill(self, entries: Iterable[Entry], progress: Progress) -> None:
+        """Let each entry have its elements; files are read from front to back.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+        Raises:
+            CheckpointError: a tensor is not in the checkpoint, or has another shape; or what is read is damaged.
+        """
+        wanted: list[tuple[Entry, Run]] = []
+        for entry in entries:
+            saved = self.tensors.get(entry.key)
+            if saved is None:
+                raise CheckpointError(f"{self.directory} holds no {entry.key!r}")
+            if saved.shape != entry.shape:
+                raise CheckpointError(
+                    f"{entry.key!r} has shape {tuple(saved.shape)} in the checkpoint and {entry.shape} in the model"
+                )
+            wanted += ((entry, part) for part in _cut(saved, entry.start, entry.stop))
+        for entry, part in sorted(wanted, key=lambda each: (each[1].file, each[1].place)):
+            values = torch.empty(part.stop - part.start, dtype=self.tensors[entry.key].dtype)
+            self._data(part.file).read(part.place, values, progress)
+            entry.write(part.start, values.to(entry.dtype))
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Everything is known from the start."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        places = self._metadata.storage_data
-        return LoadPlan(sorted(plan.items, key=lambda item: _order(places[item.storage_index], item)))
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            target, index = planner.resolve_tensor(item), item.storage_index
-            # Parts that are written and parts that are wanted are runs of the flattened tensor; so is what they share.
-            first = flat_index(item.storage_offsets, self._metadata.storage_data[index].sizes)
-            self._read(index.fqn, index.offset or torch.Size(), first, target)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def tensor(self, key: str) -> torch.Tensor:
+    def tensor(self, key: str) -> Tensor:
         """One whole tensor, on the host.
 
         Raises:
             CheckpointError: there is none of that name.
         """
-        dtype, stored = self.dtype(key), self._metadata.state_dict_metadata.get(key)
-        if not isinstance(stored, TensorStorageMetadata):
+        dtype = self.dtype(key)
+        if key not in self.tensors:
             return torch.empty(self.shared["empty"][key][0], dtype=dtype)
-        whole = torch.empty(stored.size, dtype=dtype)
-        for chunk in stored.chunks:
-            flat = whole.reshape(-1)
-            start = flat_index(chunk.offsets, stored.size)
-            self._read(key, chunk.offsets, 0, flat[start : start + prod(chunk.sizes)])
+        whole = torch.empty(self.tensors[key].shape, dtype=dtype)
+        for run in self.tensors[key].runs:
+            self._data(run.file).read(run.place, whole.view(-1)[run.start : run.stop], lambda _: None)
         return whole
 
     def dtype(self, key: str) -> torch.dtype:
@@ -311,21 +273,11 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: there is none of that name.
         """
-        stored = self._metadata.state_dict_metadata.get(key)
-        if isinstance(stored, TensorStorageMetadata):
-            return stored.properties.dtype
+        if key in self.tensors:
+            return self.tensors[key].dtype
         if key not in self.shared["empty"]:
             raise CheckpointError(f"{self.directory} holds no {key!r}")
         return dtype_of(self.shared["empty"][key][1])
-
-    def keys(self) -> list[str]:
-        """Names of all tensors that have elements."""
-        return list(self._metadata.state_dict_metadata)
-
-    def _read(self, key: str, offset: torch.Size, first: int, into: torch.Tensor) -> None:
-        if into.numel():
-            place = self._metadata.storage_data[MetadataIndex(key, offset)]
-            self._data(place.file).read(place.start + first * into.element_size(), into, self.progress)
 
     def _data(self, name: str) -> BlockReader:
         if name not in self._open:
@@ -338,32 +290,46 @@ class Reader(StorageReader):
 
     def close(self) -> None:
         """Let go of files; what is read afterwards opens them again."""
-        self._read_before = self.read_bytes
         for reader in self._open.values():
             reader.close()
         self._open.clear()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+
+def _run(key: str, shape: Sequence[int], offsets: Any, sizes: Any, file: str, place: int) -> Run:
+    """A box as the run of elements that it has to be."""
+    corner, sides = torch.Size(offsets), torch.Size(sizes)
+    ends = [first + size for first, size in zip(corner, sides, strict=True)]
+    if min((*corner, 0)) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
+        raise ValueError(f"a part of {key!r} lies outside of its shape {tuple(shape)}")
+    first, last = _flat_index(corner, shape), _flat_index([end - 1 for end in ends], shape)
+    if min((*sides, 1)) < 1 or last - first + 1 != prod(sides):
+        raise ValueError(f"a part of {key!r} is no run of elements")
+    return Run(first, last + 1, file, place)
 
 
-def _check_covered(key: str, shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> None:
-    """Each chunk has to be a run of the flattened tensor (reading relies on it), and all together the tensor."""
-    runs = []
-    for chunk in chunks:
-        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if min((*chunk.offsets, 0)) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"a part of {key!r} lies outside of its shape {tuple(shape)}")
-        first, last = flat_index(chunk.offsets, shape), flat_index([end - 1 for end in ends], shape)
-        if min((*chunk.sizes, 1)) < 1 or last - first + 1 != prod(chunk.sizes):
-            raise ValueError(f"a part of {key!r} is no run of elements")
-        runs.append((first, last + 1))
-    runs.sort()
-    edges = [0, *(stop for _, stop in runs)]
-    if [start for start, _ in runs] != edges[:-1] or edges[-1] != prod(shape):
-        raise ValueError(f"the parts of {key!r} do not make up its shape {tuple(shape)}")
+def _flat_index(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """The place of an element in row-major order."""
+    index = 0
+    for offset, size in zip(offsets, shape, strict=True):
+        index = index * size + offset
+    return index
 
 
-def _order(place: Place, item: ReadItem) -> tuple[str, int, tuple[int, ...]]:
-    return place.file, place.start, tuple(item.storage_offsets)
+def _joined(runs: Sequence[Run], itemsize: int) -> Iterator[Run]:
+    """The same elements in fewer runs: one for boxes that lie one after another."""
+    current = runs[0]
+    for run in runs[1:]:
+        if (run.file, run.place) == (current.file, current.place + (run.start - current.start) * itemsize):
+            current = Run(current.start, run.stop, run.file, current.place)
+        else:
+            yield current
+            current = run
+    yield current
+
+
+def _cut(saved: Saved, start: int, stop: int) -> Iterator[Run]:
+    """Elements [start, stop) of a tensor, where they lie."""
+    for run in saved.runs:
+        first, last = max(start, run.start), min(stop, run.stop)
+        if first < last:
+            yield Run(first, last, run.file, run.place + (first - run.start) * saved.dtype.itemsize)

@@ -7,10 +7,8 @@ process that ends in between leaves `latest` as it was.
 """
 
 import logging
-import os
 import shlex
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from onefold.engine.session import session_of
 from onefold.errors import CheckpointError, EngineError, WeightsError
 from onefold.interop.huggingface.export import full_state_dict
 from onefold.optim.optimizer import Optimizer
+from onefold.system.atomic_replace import replacing_file
 
 LATEST = "latest"
 _SCRIPT_NAME = "zero_to_fp32.py"
@@ -77,18 +76,9 @@ def _put(directory: Path, name: str, beside: Mapping[str, str], rank: int) -> No
         return
     for file_name, text in beside.items():
         path = directory / file_name
-        fresh = directory / f".{file_name}.partial"
         try:
-            with fresh.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(path)
-            opened = os.open(directory, os.O_RDONLY)
-            try:
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+            with replacing_file(path) as fresh:
+                fresh.write_text(text, encoding="utf-8")
         except OSError as error:
             raise CheckpointError(
                 f"{directory / name} is saved, but {path} cannot be written: {error.strerror or error}"
@@ -186,17 +176,11 @@ def _write(path: Path, state: Mapping[str, Tensor], rank: int) -> None:
     """`torch.save`, in one step: the file is whole, or as it was."""
     if rank:
         return
-    fresh = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with fresh.open("wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        with replacing_file(path) as fresh:
+            torch.save(dict(state), fresh)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where the disk is full
-        with suppress(OSError):
-            fresh.unlink()
         raise WeightsError(f"{path} could not be written: {error}") from error
 
 

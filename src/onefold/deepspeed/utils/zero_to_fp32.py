@@ -8,9 +8,9 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from onefold.checkpoint.codec import dtype_of
@@ -18,6 +18,7 @@ from onefold.checkpoint.storage import Reader
 from onefold.deepspeed.values import as_number
 from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.interop.huggingface.export import export
+from onefold.system.atomic_replace import replacing_file
 
 SCRIPT = '''"""Exact weights of a checkpoint in this directory, by onefold: python zero_to_fp32.py . OUT [--tag TAG]"""
 
@@ -94,7 +95,7 @@ def _weights(reader: Reader, exclude_frozen: bool) -> dict[str, Tensor]:
 
 
 def _read(reader: Reader, key: str, shape: "list[int]", dtype: torch.dtype) -> Tensor:
-    return reader.tensor(key) if key in reader.shared["tensors"] else torch.empty(tuple(shape), dtype=dtype)
+    return reader.tensor(key) if key in reader.tensors else torch.empty(tuple(shape), dtype=dtype)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -133,14 +134,11 @@ convert_zero_checkpoint_to_state_dict = convert_zero_checkpoint_to_fp32_state_di
 
 
 def _write(state: Mapping[str, Tensor], target: Path, as_safetensors: bool) -> None:
-    if not as_safetensors:
-        torch.save(dict(state), target / "pytorch_model.bin")
-        return
-    from safetensors.torch import save_file
-
-    with TemporaryDirectory(dir=target) as work:
-        save_file({name: value.clone() for name, value in state.items()}, Path(work) / "model.safetensors")
-        (Path(work) / "model.safetensors").replace(target / "model.safetensors")
+    with replacing_file(target / ("model.safetensors" if as_safetensors else "pytorch_model.bin")) as fresh:
+        if as_safetensors:
+            save_file({name: value.clone() for name, value in state.items()}, fresh)
+        else:
+            torch.save(dict(state), fresh)
 
 
 def _bytes(size: "str | int") -> int:
