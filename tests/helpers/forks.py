@@ -1,4 +1,4 @@
-"""Owns runs of Python programs that do not import torch each by itself, which takes seconds: one process imports it once,
+"""Owns runs of Python programs that do not import torch each by itself, which takes seconds: one process imports it,
 and forks for every program. What a program prints, how it ends, and `__main__` are those of a process of its own.
 """
 
@@ -84,7 +84,5 @@ def _run(program: str, words: list[str], cwd: str) -> int:
 
 
 if __name__ == "__main__":
-    import onefold  # and torch
-
     for line in sys.stdin:
         print(json.dumps(_fork(json.loads(line))), flush=True)

@@ -123,17 +123,8 @@ def load(
             came while tensors were read (it says so), the model holds some of its values.
     """
     session = session_met(model, "onefold.load")
-    job = loading.Job(
-        session=session,
-        model=model,
-        optimizer=optimizer,
-        ema=ema,
-        scheduler=scheduler,
-        loader=loader,
-        random_states=random_states,
-        strict=strict,
-        progress=progress,
-        files=Files() if files is None else files,
-    )
+    given: dict[str, Any] = {"optimizer": optimizer, "ema": ema, "scheduler": scheduler, "loader": loader}
+    wishes = loading.LoadWishes(random_states, strict, progress, Files() if files is None else files)
+    job = loading.Job(session=session, model=model, wishes=wishes, **given)
     with torch.inference_mode(False), torch.no_grad():
         return loading.load(Path(path).absolute(), job)

@@ -78,7 +78,7 @@ def go_on(every: Sequence[Statement[Any]], rank: int, problem: BaseException | N
         raise kind(f"rank {failed[0]} {did}, so rank {rank} stops too: {every[failed[0]].story}") from problem
 
 
-def together(
+def all_or_none(
     comm: Comm, work: Callable[[], tuple[Result, Brought]], given: Mapping[str, bool], did: str
 ) -> tuple[Result, list[Brought]]:
     """What `work` returns: a result for this rank, and what every rank brings, by rank.

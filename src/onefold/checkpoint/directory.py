@@ -167,7 +167,7 @@ def _as_found(path: Path) -> Found:
         return Found(path, 0)
 
 
-def choose(path: Path, damaged: Mapping[Found, Damaged]) -> Choice:
+def choose_checkpoint(path: Path, damaged: Mapping[Found, Damaged]) -> Choice:
     """The best checkpoint that `path` may mean, but for those that turned out to be damaged.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.codec import dtype_of
-from onefold.checkpoint.directory import Damaged, Found, choose, damage, tell_passed
+from onefold.checkpoint.directory import Damaged, Found, choose_checkpoint, damage, tell_passed
 from onefold.checkpoint.manifest import SHARED, understood
 from onefold.checkpoint.storage import Reader
 from onefold.errors import CheckpointError
@@ -43,7 +43,7 @@ def export_checkpoint(path: Path, dtype: "torch.dtype | str | None", max_file_by
     damaged: dict[Found, Damaged] = {}
     while True:
         # Looked at again for each attempt: a run may have saved, and removed old checkpoints, meanwhile.
-        choice = choose(path.absolute(), damaged)
+        choice = choose_checkpoint(path.absolute(), damaged)
         try:
             with damage():
                 reader = Reader(choice.found.path)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.agreeing import Statement, attempt, go_on, tell, together
+from onefold.checkpoint.agreeing import Statement, all_or_none, attempt, go_on, tell
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.codec import decode, dtype_of
 from onefold.checkpoint.contents import check_given, kinds_given, several
-from onefold.checkpoint.directory import Choice, Damaged, Found, choose, damage, tell_passed
+from onefold.checkpoint.directory import Choice, Damaged, Found, choose_checkpoint, damage, tell_passed
 from onefold.checkpoint.entries import Entry, buffer_entries, flats_of, kept_entries, param_names, persistent_buffers
 from onefold.checkpoint.files import Files
 from onefold.checkpoint.manifest import OWN, SHARED, file_of, understood
@@ -67,7 +67,7 @@ def load(path: Path, job: "Job") -> Any:
                 continue
             try:
                 go_on(every, comm.rank, problem, did)
-                extra, _ = together(comm, partial(job.fill, read), {}, did)
+                extra, _ = all_or_none(comm, partial(job.fill, read), {}, did)
             except Damaged as error:
                 if meant is None:
                     raise
@@ -76,6 +76,16 @@ def load(path: Path, job: "Job") -> Any:
             if comm.rank == 0:
                 tell_passed("loading", choice)
             return extra
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWishes:
+    """What `load` was asked for, beside what to fill."""
+
+    random_states: bool
+    strict: bool
+    progress: bool
+    files: Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +98,14 @@ class Job:
     ema: EMA | None
     scheduler: Any
     loader: Any
-    random_states: bool
-    strict: bool
-    progress: bool
-    files: Files
+    wishes: LoadWishes
 
     def choose(self, path: Path, damaged: Mapping[Found, Damaged], meant: Choice | None) -> Choice:
         """The checkpoint to read: what rank 0 chose, if ranks saw different ones, or the best that is there now."""
         self.session.wait_for_saves()
         check_given(self.session, self.optimizer, self.ema)
         # Another run may have removed or replaced a checkpoint meanwhile, and left a newer one.
-        return meant or choose(path, damaged)
+        return meant or choose_checkpoint(path, damaged)
 
     def open(self, path: Path, stack: ExitStack) -> Read:
         """Read whatever is no tensor of model or optimizer, before anything is changed.
@@ -111,7 +118,7 @@ class Job:
         """
         rank, where = self.session.comm.rank, path / SHARED
         with damage():
-            reader = stack.enter_context(closing(Reader(path, self.files)))
+            reader = stack.enter_context(closing(Reader(path, self.wishes.files)))
             if rank == 0:
                 reader.check_sizes()
             shared = reader.shared
@@ -151,7 +158,7 @@ class Job:
         if self.loader is not None:
             with _taking(where, "the loader"):
                 self.loader.load_state_dict(decode(read.own["loader"]))
-        if self.random_states and read.own.get("random") is not None:  # a checkpoint that was imported has none
+        if self.wishes.random_states and read.own.get("random") is not None:  # a checkpoint that was imported has none
             own = where / file_of(self.session.comm.rank, OWN)
             understood(own, lambda: _take_random(self.session.device, decode(read.own["random"])))
         return read.extra, None
@@ -163,7 +170,7 @@ class Job:
                 update.make_room(saved)
             entries = self._wanted(reader)
             total, is_first = sum(entry.nbytes for entry in entries), self.session.comm.rank == 0
-            with bar(f"loading {reader.directory.name}", total, self.progress and is_first) as advance:
+            with bar(f"loading {reader.directory.name}", total, self.wishes.progress and is_first) as advance:
                 reader.fill(entries, advance)
         except CheckpointError as error:
             raise Damaged(f"{told}{error}") from error
@@ -176,7 +183,7 @@ class Job:
             *kept_entries(self.session, self.optimizer, self.ema),
             *buffer_entries(persistent_buffers(self.model)),
         ]
-        if self.strict:
+        if self.wishes.strict:
             return entries
         params, buffers = understood(reader.directory / SHARED, lambda: _shapes(reader.shared))
         there = {*(f"model.{name}" for name in params), *(f"buffer.{name}" for name in buffers)}
@@ -192,7 +199,7 @@ class Job:
         params, buffers = understood(where / SHARED, lambda: _shapes(reader.shared))
         flats = flats_of(self.session)
         mine = {n: tuple(s.shape) for flat in flats for n, s in zip(flat.names, flat.layout.slots, strict=True)}
-        compare = _compare if self.strict else _compare_common
+        compare = _compare if self.wishes.strict else _compare_common
         compare(where, "parameter", mine, params)
         mine = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.model).items()}
         compare(where, "buffer", mine, buffers)

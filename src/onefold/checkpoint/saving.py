@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from onefold.checkpoint.agreeing import Opening, attempt, conversation, opening, together
+from onefold.checkpoint.agreeing import Opening, all_or_none, attempt, conversation, opening
 from onefold.checkpoint.bar import bar
 from onefold.checkpoint.contents import Contents
 from onefold.checkpoint.copies import Copies, new_room, room_bytes
@@ -150,7 +150,7 @@ def save(
         )
 
     try:
-        contents, offers = together(comm, prepare, given, "could not save")
+        contents, offers = all_or_none(comm, prepare, given, "could not save")
         _check_memory(offers)
         talk = conversation(comm, offers[0].opening)
     except BaseException:

@@ -82,8 +82,6 @@ class Runtime:
         self._is_recorded = False
         """Whether a backward may follow the outermost forward."""
         self._unfreed: list[Unit] = []
-        self._lingering: list[Unit] = []
-        """Joined units whose modules have returned: see [Note: When a unit is released]."""
         self._running = Running()
         self._written: list[nn.Parameter] = []
         control.serve_with(self.gather_asked)
@@ -156,11 +154,8 @@ class Runtime:
         return module, unit
 
     def _leave_unit(self, unit: Unit) -> None:
-        if unit.is_done() and not in_backward():
-            if unit.is_joined:
-                self._lingering.append(unit)
-            else:
-                self._release(unit, self._is_recorded)
+        if unit.is_done() and not unit.is_joined and not in_backward():
+            self._release(unit, self._is_recorded)
 
     def need(self, unit: Unit) -> None:
         """Make a unit's parameters readable on the current stream, and start gathering what comes next."""
@@ -349,19 +344,14 @@ class Runtime:
             self.schedule.issue_next()
 
     def _release_done(self, wanted: Unit) -> None:
-        if in_backward():
-            for unit in self.units:
-                if unit is not wanted and unit.is_readable and unit.is_done():
-                    self._release(unit)
-        lingering, self._lingering = self._lingering, []
-        for unit in lingering:
-            if unit is not wanted and unit.is_readable and unit.is_done():
-                self._release(unit, self._is_recorded)
+        is_forward = not in_backward()
+        for unit in self.units:
+            if unit.is_readable and unit is not wanted and unit.is_done() and (unit.is_joined or not is_forward):
+                self._release(unit, is_forward and self._is_recorded)
         self._free_released()
 
     def release_unpinned(self, may_keep: bool = False) -> None:
         """Release every unit that no `gathered` context holds; those that are kept for backward rest if they may."""
-        self._lingering = []
         for unit in self.units:
             if unit.pins == 0:
                 unit.depth = 0
