@@ -22,21 +22,21 @@ DEPTH = 16
 def bytes_on_the_way(rank, num_ranks, plan):
     """The most bytes held at any unit's birth, after it and in the middle of its move into flat buffers."""
     module, seen = sys.modules["onefold.setup.shard"], []
-    materialize, settle, before = module.materialize, Buffer.settle, live_bytes()
+    materialize, bind, before = module.materialize, Buffer.bind, live_bytes()
 
     def materialize_and_look(*arguments):
         materialize(*arguments)
         seen.append(live_bytes() - before)
 
-    def settle_and_look(self):
-        settle(self)
+    def bind_and_look(self, params):
+        bind(self, params)
         seen.append(live_bytes() - before)
 
-    module.materialize, Buffer.settle = materialize_and_look, settle_and_look
+    module.materialize, Buffer.bind = materialize_and_look, bind_and_look
     try:
         model = onefold.shard(on_meta(wide), NAMED_PLANS[plan])
     finally:
-        module.materialize, Buffer.settle = materialize, settle
+        module.materialize, Buffer.bind = materialize, bind
     return max(seen), len(seen), sum(param.numel() * 4 for param in model.parameters())
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from onefold import INFINITY, OFFLOAD, OFFLOAD_3, ZERO_0, ZERO_1, ZERO_2, ZERO_3, Placement, Plan, Tier
 from onefold.errors import OnefoldError, PlanError
-from onefold.plan.table import LAWS, legal_plans
-from plans import NAMED_PLANS
+from onefold.plan.table import LAWS, NAMED_PLANS, legal_plans
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 CELLS = [(partitioned, tier) for partitioned in (False, True) for tier in Tier]
