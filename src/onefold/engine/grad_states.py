@@ -162,7 +162,7 @@ class GradStates:
         for slot, state in enumerate(self._states):
             if state in _HAS_OWN:
                 self._go(slot, Event.IS_REDUCED)
-            elif slot in self._elsewhere and self._may_stand(slot):
+            elif self.gradients.num_ranks > 1 and self._may_stand(slot):
                 self._go(slot, Event.IS_REDUCED_ELSEWHERE)
                 self._show_stand_in(slot)
         return self.gradients.reduce(lanes)

@@ -222,6 +222,7 @@ class Gradients:
         self.reduced: Tensor | None = None  # as `keep` says
         self._device = device
         self._comm = comm
+        self.num_ranks = comm.num_ranks
 
     @property
     def whole_bytes(self) -> int:
