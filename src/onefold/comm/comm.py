@@ -10,7 +10,6 @@ Ranks that *share* one set of shards hold one each (`shard`, `num_shards`): a la
 from them. On one axis, as in this file, both are the same; in mesh.py several replicas hold each shard.
 """
 
-import secrets
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +23,8 @@ from torch import Tensor
 
 from onefold.comm.control_plane import ControlPlane, WaitWatch
 from onefold.comm.pending_gathers import Refreshes
-from onefold.comm.process_groups import PLANES, Families, groups_of, shared_by
+from onefold.comm.process_groups import PLANES, Families, groups_of
 from onefold.comm.reductions import mean_of_rows
-from onefold.comm.side_channel import Conversation, Line
 from onefold.errors import OrderMismatchError
 from onefold.memory.streams import Finish, Pending, Ticket
 
@@ -127,10 +125,6 @@ class Comm(Protocol):
         """The process group over host memory, for libraries that want one; None where there is but one rank."""
         ...
 
-    def conversation(self) -> Conversation:
-        """A new conversation, for work beside the loop. Every rank calls it."""
-        ...
-
 
 class Axis(Comm, Protocol):
     """A `Comm` of one axis, of which others can be made."""
@@ -177,7 +171,7 @@ class _GroupComm(CollectiveComm):
     num_replicas = 1
 
     def __init__(self, families: Families, planes: tuple[str, ...] = PLANES, watch: WaitWatch | None = None) -> None:
-        self._families, self._planes = families, groups_of(families, self.backend, planes)
+        self._planes = groups_of(families, self.backend, planes)
         group = self._planes[planes[0]]
         self._root = dist.get_global_rank(group, 0)
         self.rank = self.shard = dist.get_rank(group)
@@ -255,13 +249,6 @@ class _GroupComm(CollectiveComm):
 
     def control_group(self) -> Any:
         return self._planes["control"]
-
-    def conversation(self) -> Conversation:
-        made = shared_by(self._families)
-        if not made:
-            made["line"] = Line(self.rank, self.num_ranks, self.exchange_objects(secrets.token_hex(8))[0])
-        line: Line = made["line"]
-        return line.open(self.exchange_objects(line.next_tag())[0])
 
 
 class GlooComm(_GroupComm):

@@ -8,7 +8,6 @@ from torch import Tensor
 from onefold.comm.comm import CollectiveComm, joined
 from onefold.comm.control_plane import ControlPlane
 from onefold.comm.pending_gathers import Refreshes
-from onefold.comm.side_channel import Conversation
 from onefold.memory.streams import Finish
 
 
@@ -61,6 +60,3 @@ class LocalComm(CollectiveComm):
 
     def control_group(self) -> None:
         return None
-
-    def conversation(self) -> Conversation:
-        return Conversation(self.rank, self.num_ranks, None, 0)

@@ -74,11 +74,6 @@ def _watch_over(ranks: tuple[int, ...], me: int) -> WaitWatch:
     return WaitWatch(ControlPlane(), store, ranks.index(me), len(ranks))
 
 
-def shared_by(families: Families) -> dict[str, Any]:
-    """Where models over these ranks keep what else they share."""
-    return _made[dist.group.WORLD].setdefault((families, "shared", ()), {})
-
-
 def _timeout() -> timedelta | None:
     """What the script gave `init_process_group`; None where that was torch's default, which depends on the backend. A
     group that is made later does not take it over by itself."""

@@ -8,7 +8,6 @@ import pickle
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
@@ -96,11 +95,6 @@ class Line:
             raise CheckpointError(
                 f"rank {rank} could not be connected with all {num_ranks} ranks within {meeting}, to save: {error}"
             ) from error
-        self._tags = count()
-
-    def next_tag(self) -> int:
-        """One that no conversation had; rank 0's counts."""
-        return next(self._tags)
 
     def open(self, tag: int) -> Conversation:
         """The conversation with a tag, equal on all ranks."""

@@ -6,7 +6,6 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from onefold.comm.comm import Axis, Comm
-from onefold.comm.side_channel import Conversation
 from onefold.memory.streams import Finish
 
 Inner = TypeVar("Inner", bound=Comm)
@@ -75,9 +74,6 @@ class OverComm(Generic[Inner]):
 
     def control_group(self) -> Any:
         return self.inner.control_group()
-
-    def conversation(self) -> Conversation:
-        return self.inner.conversation()
 
 
 class CountingComm(OverComm[Axis]):

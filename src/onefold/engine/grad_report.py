@@ -77,10 +77,6 @@ class Told:
         """Parameters that have a gradient on some rank."""
         return union(report.given for report in self.reports)
 
-    def given_beside(self, rank: int) -> int:
-        """Parameters that have a gradient on some other rank."""
-        return union(report.given for place, report in enumerate(self.reports) if place != rank)
-
     @property
     def cleared(self) -> int:
         """Parameters whose mean was thrown away on some ranks, but not on all."""

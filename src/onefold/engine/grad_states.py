@@ -18,9 +18,10 @@ by the caller, at any time, in or between passes: the gradient that was there be
 
 [Note: What .grad tells]
 The stand-in is the caller's to clear: on every rank alike, since it stands for a mean over all. A rank that gives no
-gradient of its own has the stand-in where another rank gave one in the step before (FOREIGN), so that its caller, too,
-can clear the part that lies there. What was thrown away although a mean lay here is told to the other ranks with the
-next step (`GradientReport.cleared`): if some ranks keep what others threw away, all raise.
+gradient of its own has the stand-in all the same until ranks tell each other (FOREIGN): another rank may have given
+one, and its caller, too, has to be able to clear the part that lies here. What was thrown away although a mean lay here
+is told to the other ranks with the next step (`GradientReport.cleared`): if some ranks keep what others threw away, all
+raise.
 """
 
 from collections.abc import Callable, Iterable
@@ -96,8 +97,6 @@ class GradStates:
         """Slots whose `.grad` is autograd's at the moment."""
         self._cleared: set[int] = set()
         """Slots whose mean was thrown away here since ranks told each other last."""
-        self._elsewhere: set[int] = set()
-        """Slots to whose gradient another rank gave in the latest step."""
 
     def _stand_in(self, slot: int) -> Tensor:
         return ReducedGradient.of(self._params[slot], f"{self.flat.names[slot]} (rank {self._rank})")
@@ -237,13 +236,12 @@ class GradStates:
         """Of each slot: whether a mean was thrown away here."""
         return (slot in self._cleared for slot in range(len(self._params)))
 
-    def agree(self, slot: int, is_somewhere: bool, is_elsewhere: bool, is_cleared: bool) -> None:
-        """Ranks told each other whether one of them has a gradient, or one besides this, and whether some, not all,
-        threw away an older mean."""
+    def agree(self, slot: int, is_somewhere: bool, is_cleared: bool) -> None:
+        """Ranks told each other whether one of them has a gradient, and whether some, not all, threw away an older
+        mean."""
         if is_cleared and slot not in self._cleared:
             self.gradients.clear_kept(slot)  # what others gave before, which the caller could not see here
         self._cleared.discard(slot)
-        (self._elsewhere.add if is_elsewhere else self._elsewhere.discard)(slot)
         if is_somewhere:
             self._go(slot, Event.IS_AGREED)
             self._show_stand_in(slot)

@@ -221,9 +221,8 @@ class Reducer:
             The parameters that have a gradient on any rank; whether the means are others than when it was told.
         """
         given, cleared, pending = told.given, told.cleared, told.pending
-        elsewhere = told.given_beside(self._control.rank)
         for place, (states, (_, _, slot)) in enumerate(self._places):
-            states.agree(slot, *(bool(mask >> place & 1) for mask in (given, elsewhere, cleared)))
+            states.agree(slot, *(bool(mask >> place & 1) for mask in (given, cleared)))
         in_order = sorted(self.states)
         waiting = {in_order[place] for place in places_in(pending)}
         for index in self._order:
