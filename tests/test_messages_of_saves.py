@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 
 import onefold
-from checkpoint_faults import Fault, SmallRun, after, same
+from checkpoint_faults import Fault, SmallRun, after
+from checks import equal
 from onefold.checkpoint import directory as places
 from onefold.checkpoint.files import Files
 from onefold.comm.comm import GlooComm
@@ -104,7 +105,7 @@ def fail_on_one(rank, num_ranks, plan, directory):
             attempt()
         said.append(str(caught.value))
     run.save(directory / "it", loader=Place())
-    return said, other.load(directory / "latest"), same(other.state(), after(2, plan))
+    return said, other.load(directory / "latest"), equal(other.state(), after(2, plan))
 
 
 @every_plan
@@ -138,7 +139,7 @@ def load_what_another_sees(rank, num_ranks, directory, late):
     other = SmallRun(seed=5)
     with patch.object(places, "candidates", look), Messages() as noted:
         step = other.load(directory / "latest")
-    return step, same(other.state(), after(step)), noted.sent
+    return step, equal(other.state(), after(step)), noted.sent
 
 
 @pytest.mark.parametrize(("late", "step"), [(0, 1), (1, 2)])
@@ -160,7 +161,7 @@ def load_past_damage(rank, num_ranks, directory, name):
     other = SmallRun(seed=5)
     with Messages() as noted:
         step = other.load(directory / "latest")
-    return step, same(other.state(), after(step)), noted.sent
+    return step, equal(other.state(), after(step)), noted.sent
 
 
 @pytest.mark.parametrize(("name", "more"), [("rank-00001.json.gz", [TOLD]), ("rank-00001.data", [TOLD, TOLD])])
