@@ -27,6 +27,9 @@ class Deep(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
         self.register_buffer("turned", torch.randn(3, 4).t())
 
+    def forward(self):
+        return sum(weight.float().square().sum() for weight in self.weights)
+
 
 def read(directory):
     """Every tensor, by name; what else all ranks share; and the manifest."""
@@ -84,7 +87,7 @@ def rewrite(directory, tensors, shared, manifest):
 def save(rank, num_ranks, directory, plan):
     model = onefold.shard(Deep(1), NAMED_PLANS[plan], precision=onefold.Precision(params="bf16"))
     optimizer = onefold.AdamW(model, lr=0.1)
-    sum(weight.float().square().sum() for weight in model.weights).backward()
+    model().backward()
     optimizer.step()
     onefold.save(directory, model, optimizer, extra={"it": torch.arange(6).view(2, 3)})
 
