@@ -161,7 +161,7 @@ class GradStates:
         for slot, state in enumerate(self._states):
             if state in _HAS_OWN:
                 self._go(slot, Event.IS_REDUCED)
-            elif self.gradients.num_ranks > 1 and self._may_stand(slot):
+            elif self.gradients.others and self._may_stand(slot):
                 self._go(slot, Event.IS_REDUCED_ELSEWHERE)
                 self._show_stand_in(slot)
         return self.gradients.reduce(lanes)

@@ -222,7 +222,8 @@ class Gradients:
         self.reduced: Tensor | None = None  # as `keep` says
         self._device = device
         self._comm = comm
-        self.num_ranks = comm.num_ranks
+        self.others = frozenset(range(comm.num_ranks)) - {comm.rank}
+        """Ranks that may have given to a mean to which this one gave nothing."""
 
     @property
     def whole_bytes(self) -> int:
