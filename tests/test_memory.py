@@ -45,12 +45,16 @@ def live_bytes(at_most=None):
     deadline = time.monotonic() + 60
     while True:
         gc.collect()
-        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-        total = sum(nbytes for address, nbytes in storages.items() if address)
+        total = referred_bytes()
         if at_most is None or total <= at_most or time.monotonic() > deadline:
             return total
-        del tensors
+
+
+def referred_bytes():
+    """As `live_bytes`, with what only cycles hold."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(nbytes for address, nbytes in storages.items() if address)
 
 
 def batch():
@@ -251,17 +255,17 @@ def test_backward_without_a_model_is_right_or_refused(ranks, plan, num_ranks):
             torch.testing.assert_close(grad, x.grad)
 
 
-def bytes_at_every_block(rank, num_ranks, train, prefetch_bytes):
+def bytes_at_every_block(rank, num_ranks, train, prefetch_bytes, units):
     """Live bytes after shard, the most at any moment a block runs, and after the pass; with ZERO_3. Of five passes the
     smallest peak counts: gloo's thread may hold the last unit's buffer a moment longer than the collective lasts."""
     base = live_bytes()
-    model = onefold.shard(build(Deep), NAMED_PLANS["zero_3"], prefetch_bytes=prefetch_bytes)
+    model = onefold.shard(build(Deep), NAMED_PLANS["zero_3"], units=units, prefetch_bytes=prefetch_bytes)
     optimizer = onefold.SGD(model, lr=0.0)
     step(model, optimizer)  # the first step records the order
     resting, running, peaks = live_bytes() - base, [], []
 
     def note(*ignored):
-        running.append(live_bytes() - base)
+        running.append(referred_bytes() - base)
 
     for block in model.blocks:
         block.register_forward_hook(note)
@@ -276,12 +280,18 @@ def bytes_at_every_block(rank, num_ranks, train, prefetch_bytes):
     return resting, min(peaks), live_bytes(at_most=base + resting) - base
 
 
-@pairwise(train={"evaluation": False, "training": True}, num_ranks=(2, 3), prefetch_bytes=(0, BLOCK_BYTES))
-def test_only_the_units_in_use_are_whole(ranks, train, num_ranks, prefetch_bytes):
-    units = 1 + prefetch_bytes // BLOCK_BYTES
+@pairwise(
+    train={"evaluation": False, "training": True},
+    num_ranks=(2, 3),
+    prefetch=(0, 1),
+    units={"joined": None, "chosen": [nn.Linear]},
+)
+def test_only_the_units_in_use_are_whole(ranks, train, num_ranks, prefetch, units):
+    unit_bytes = BLOCK_BYTES if units else 2 * BLOCK_BYTES  # a twelfth of the model is joined with its neighbour
     # Gradient shards and six whole buffers: one arriving, one collected, two on their way, each sent and received.
-    gradients = DEPTH * BLOCK_BYTES // num_ranks + 6 * BLOCK_BYTES if train else 0
-    for resting, most, after in ranks(num_ranks).run(bytes_at_every_block, train, prefetch_bytes):
+    gradients = DEPTH * BLOCK_BYTES // num_ranks + 6 * unit_bytes if train else 0
+    arguments = train, prefetch * unit_bytes, units
+    for resting, most, after in ranks(num_ranks).run(bytes_at_every_block, *arguments):
         assert resting <= DEPTH * BLOCK_BYTES / num_ranks + SLACK_BYTES
-        assert most <= resting + units * BLOCK_BYTES + gradients + SLACK_BYTES
+        assert most <= resting + (1 + prefetch) * unit_bytes + gradients + SLACK_BYTES
         assert after <= resting + SLACK_BYTES

@@ -29,8 +29,6 @@ from onefold.memory.trace_labels import label
 
 _IN_FLIGHT = 2
 """Reductions under way, if all were as large as the largest."""
-_FEW_BYTES = 2**22
-"""So much under way is no burden, and smaller operations are many."""
 Bound = Callable[[list[Started], int], None]
 Key = tuple[int, int, int]
 """A trained parameter: unit, flat buffer among the unit's trained ones, slot."""
@@ -80,7 +78,7 @@ class Reducer:
         self._num_failed = 0
         self._started: list[Started] = []
         largest = max((sum(each.gradients.whole_bytes for each in group) for group in self.states.values()), default=0)
-        self._most_bytes = max(_IN_FLIGHT * largest, _FEW_BYTES)
+        self._most_bytes = _IN_FLIGHT * largest
         self._missing: dict[int, int] = {}
         """Gradients that each unit waits for in this backward."""
         self._closed: list[int] = []

@@ -7,7 +7,7 @@ Rules, in this order:
 3. Outside those, every large leaf module (embedding, output head); in a model without blocks, subtrees of a fair size.
 4. A large parameter shared by several units is a unit of its own, gathered for each of the modules that hold it.
 5. The rest is the root unit, gathered while the model runs.
-Where updates run on the device, small neighbours are one unit: fewer, larger gathers and reductions cost less.
+Small neighbours are one unit then: fewer, larger gathers and reductions cost less.
 """
 
 from bisect import bisect_left
@@ -25,7 +25,7 @@ from onefold.errors import ShardError
 LARGE_NUMEL = 2**20
 """Below this a module is not worth a gather of its own."""
 _FAIR_SHARE = 8
-"""A model without blocks is cut into subtrees of at most one part in this many."""
+"""A model without blocks is cut into subtrees of at most one part in this many; small units are joined up to that."""
 _ENOUGH_NUMEL = 2**24
 """With so many elements a reduction takes as long as its bytes do, not as its launch."""
 
@@ -74,16 +74,13 @@ def discover(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     return [spec for place, spec in enumerate(specs) if place == 0 or spec.params]
 
 
-def join_small(specs: Sequence[UnitSpec], is_gathered: bool) -> list[UnitSpec]:
+def join_small(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
     """Units with small neighbours joined until they have enough elements.
 
-    Where units are gathered, two are in memory at once, and are to be an eighth of the model together. Where they rest
-    whole, one may be an eighth of it (the first reductions are to begin well before backward ends), or what is worth a
-    reduction of its own.
+    The same under every plan, so that plans sum the squares of the same ranges in the same order. At most an eighth of
+    the model: little of it is gathered at once, and the first reductions begin well before backward ends.
     """
-    numel = _numel_of(specs)
-    fair = numel // (2 * _FAIR_SHARE) if is_gathered else max(LARGE_NUMEL, numel // _FAIR_SHARE)
-    least = min(_ENOUGH_NUMEL, fair)
+    least = min(_ENOUGH_NUMEL, _numel_of(specs) // _FAIR_SHARE)
     root, *others = specs
     joined: list[list[UnitSpec]] = []
     for spec in others:

@@ -89,7 +89,7 @@ def shard(
     target, compiler = uncompiled(model)
     start()
     comm = connect(device := _device_of(target), mesh)
-    specs = together(comm, lambda: _units(target, plan, units))
+    specs = together(comm, lambda: _units(target, units))
     check_same_model(comm, target, specs, f"{plan}, {fraction=}, {keep_bytes=}, {gather=}", precision)
     packed = pack(target, specs, precision, comm.num_shards)
     builder = Builder(comm, device, lanes_for(device), update_cores(comm.rank, comm.exchange_objects(cores_here())))
@@ -100,11 +100,9 @@ def shard(
     return _install(model, target, specs, session, None if compile else compiler, compile or compiler is not None)
 
 
-def _units(model: nn.Module, plan: Plan, units: UnitChoice | None) -> list[UnitSpec]:
+def _units(model: nn.Module, units: UnitChoice | None) -> list[UnitSpec]:
     specs = discover(model, units)
-    # Updates off the device are waited for, and placed, unit by unit: small ones are of use there.
-    is_joined = units is None and plan.optim.farthest == Tier.DEVICE
-    return join_small(specs, plan.params.partitioned) if is_joined else specs
+    return join_small(specs) if units is None else specs
 
 
 @dataclass(frozen=True, slots=True)
