@@ -277,7 +277,7 @@ def bytes_at_every_block(rank, num_ranks, train, prefetch_bytes, units):
         else:
             evaluate(model)
         peaks.append(max(running))
-    return resting, min(peaks), live_bytes(at_most=base + resting) - base
+    return resting, min(peaks), live_bytes(at_most=base + resting + SLACK_BYTES) - base
 
 
 @pairwise(
