@@ -236,12 +236,14 @@ class GradStates:
         """Of each slot: whether a mean was thrown away here."""
         return (slot in self._cleared for slot in range(len(self._params)))
 
-    def agree(self, slot: int, is_somewhere: bool, is_cleared: bool) -> None:
-        """Ranks told each other whether one of them has a gradient, and whether some, not all, threw away an older
-        mean."""
-        if is_cleared and slot not in self._cleared:
-            self.gradients.clear_kept(slot)  # what others gave before, which the caller could not see here
+    def clear(self, slot: int) -> None:
+        """Ranks told each other that the mean was thrown away where the caller could see it."""
+        if slot not in self._cleared:
+            self.gradients.clear_kept(slot)
         self._cleared.discard(slot)
+
+    def agree(self, slot: int, is_somewhere: bool) -> None:
+        """Ranks told each other whether one of them has a gradient, and every part of it was reduced."""
         if is_somewhere:
             self._go(slot, Event.IS_AGREED)
             self._show_stand_in(slot)

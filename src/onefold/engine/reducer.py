@@ -219,14 +219,17 @@ class Reducer:
             The parameters that have a gradient on any rank; whether the means are others than when it was told.
         """
         given, cleared, pending = told.given, told.cleared, told.pending
-        for place, (states, (_, _, slot)) in enumerate(self._places):
-            states.agree(slot, *(bool(mask >> place & 1) for mask in (given, cleared)))
+        for place in places_in(cleared):
+            states, (_, _, slot) = self._places[place]
+            states.clear(slot)
         in_order = sorted(self.states)
         waiting = {in_order[place] for place in places_in(pending)}
         for index in self._order:
             if index in waiting:
                 self._reduce(index)
         self.finish()
+        for place, (states, (_, _, slot)) in enumerate(self._places):
+            states.agree(slot, bool(given >> place & 1))
         if self._num_agreed and not self._is_order_agreed:
             self._order = self._control.order_of_rank_0(self._first_order or self._order)
             self._is_order_agreed = True
