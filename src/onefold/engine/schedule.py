@@ -4,8 +4,9 @@
 A phase is one outermost forward or one backward pass. Every rank issues exactly the same gathers in each phase.
 1. *A phase of a new kind is negotiated*: ranks exchange what each needs next. The lowest unit asked for is gathered by
    all of them, until every rank has reached the end of the phase. So a unit used on one rank only is served by the
-   others. What was really gathered becomes the order of that kind; or, if every rank used the same units in the same
-   order, that.
+   others, and one that a rank comes to later is gathered again. What was really gathered becomes the order of that
+   kind; or, if every rank used the same units in the same order, that. Where all used the same units in different
+   orders, all raise.
 2. *A phase of a known kind is replayed*, without a word between ranks: gathers are issued in its order, each before its
    unit is needed (so they can be prefetched). A unit this rank skips is gathered all the same: others need its shard.
    What is needed beside the order is asked for, see [Note: Units out of order].
@@ -28,7 +29,7 @@ ACCUMULATING = "backward pass inside accumulate"
 """The phase of one that only adds them up."""
 
 _END = -1
-_WANTS = Struct("<q?II")
+_WANTS = Struct("<qII")
 
 
 def _digest(units: Sequence[int], before: int = 0) -> int:
@@ -56,7 +57,6 @@ class Schedule:
         self._issued = 0
         self._gathered: list[int] = []
         self._used: list[int] = []
-        self._skipped: set[int] = set()
         self.is_stale = False
         """Whether this rank needs units beside the orders that it knows."""
 
@@ -73,7 +73,6 @@ class Schedule:
         self._order = self._orders.get(phase, ())
         self._issued = 0
         self._gathered, self._used = [], []
-        self._skipped = set()
 
     def request(self, unit: int) -> None:
         """Issue gathers until `unit` is among them. Collective, in step with the other ranks.
@@ -90,7 +89,6 @@ class Schedule:
             return
         while unit not in self._negotiate(unit):
             pass
-        self._skipped.discard(unit)
 
     @property
     def upcoming(self) -> int | None:
@@ -171,25 +169,22 @@ class Schedule:
     def _negotiate(self, unit: int) -> set[int]:
         """One round: returns the unit gathered on every rank, or nothing when all are at the end of the phase."""
         phase = self._phase or ""
-        mine = _WANTS.pack(unit, unit in self._skipped, _digest(self._used), _digest(sorted(self._used)))
+        mine = _WANTS.pack(unit, _digest(self._used), _digest(sorted(self._used)))
         told = [_WANTS.unpack_from(each) for each in self._control.meet(phase, mine)]
-        wanted = [want for want, _, _, _ in told]
-        if all(want == _END for want in wanted):
-            self._freeze(phase, [(ordered, units) for _, _, ordered, units in told])
+        asked = [want for want, _, _ in told if want != _END]
+        if not asked:
+            self._freeze(phase, [(ordered, units) for _, ordered, units in told])
             return set()
-        if any(was_skipped for _, was_skipped, _, _ in told) and any(want != wanted[0] for want in wanted):
-            self._unchecked.append((phase, tuple(self._used)))
-            self._fail_apart()
-        asked = [want for want in wanted if want != _END]
         chosen = max(asked) if phase in (BACKWARD, ACCUMULATING) else min(asked)
-        if unit != chosen:
-            self._skipped.add(chosen)
         self._gathered.append(chosen)
         self._issue(chosen)
         return {chosen}
 
     def _freeze(self, phase: str, told: Sequence[tuple[int, int]]) -> None:
-        is_same = all(each == told[0] for each in told)
+        is_same = len(set(told)) == 1
+        if not is_same and len({units for _, units in told}) == 1:
+            self._unchecked.append((phase, tuple(self._used)))
+            self._fail_apart()
         self._orders[phase] = tuple(self._used if is_same else self._gathered)
 
     def _fail_apart(self) -> NoReturn:
@@ -199,7 +194,7 @@ class Schedule:
         stories = "; ".join(
             f"rank {rank}: {', '.join(map(repr, each[first][1])) or 'nothing'}" for rank, each in enumerate(told)
         )
-        self._unchecked = []
+        self._unchecked, self._phase = [], None
         raise OrderMismatchError(
             f"ranks use the model's units in different orders in the {passes[first][0]}: {stories} (this is rank "
             f"{self._control.rank}). Under a plan that partitions parameters every rank must run the units in the same "
