@@ -5,8 +5,7 @@ A phase is one outermost forward or one backward pass. Every rank issues exactly
 1. *A phase of a new kind is negotiated*: ranks exchange what each needs next. The lowest unit asked for is gathered by
    all of them, until every rank has reached the end of the phase. So a unit used on one rank only is served by the
    others, and one that a rank comes to later is gathered again. What was really gathered becomes the order of that
-   kind; or, if every rank used the same units in the same order, that. Where all used the same units in different
-   orders, all raise.
+   kind; or, if every rank used the same units in the same order, that.
 2. *A phase of a known kind is replayed*, without a word between ranks: gathers are issued in its order, each before its
    unit is needed (so they can be prefetched). A unit this rank skips is gathered all the same: others need its shard.
    What is needed beside the order is asked for, see [Note: Units out of order].
@@ -182,9 +181,6 @@ class Schedule:
 
     def _freeze(self, phase: str, told: Sequence[tuple[int, int]]) -> None:
         is_same = len(set(told)) == 1
-        if not is_same and len({units for _, units in told}) == 1:
-            self._unchecked.append((phase, tuple(self._used)))
-            self._fail_apart()
         self._orders[phase] = tuple(self._used if is_same else self._gathered)
 
     def _fail_apart(self) -> NoReturn:
