@@ -1,7 +1,8 @@
 """Owns the proof that a sharded model's parameters are still those that were sharded, and where they were put.
 
-A parameter that was moved, cast, replaced or thawed since has no place in the flat buffers: training would go on
-without it, silently. So every outermost forward and every step look first.
+A parameter that was moved, cast or replaced since has no place in the flat buffers: training would go on without it,
+and what is saved would be old, silently. So every outermost forward, every step, and whoever reads or writes weights
+looks first. One that was thawed, or added, has no place for gradients: forwards that record a graph refuse it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,14 +49,15 @@ class Bound:
             if id(param) in managed and param is not None
         ]
 
-    def check(self) -> None:
-        """Raise if a parameter is not where `shard` put it.
+    def check(self, is_recorded: bool = False) -> None:
+        """Raise if a parameter is not where `shard` put it, or, where a forward `is_recorded`, would not be trained.
 
         Raises:
             ShardError: naming the parameter, what happened to it, and the way out.
         """
-        if not self._tree.is_unchanged():
-            self._check_tree()
+        is_changed = not self._tree.is_unchanged()
+        if is_changed:
+            self._check_replaced()
         with metadata_only():
             moved = next(
                 (
@@ -66,16 +68,20 @@ class Bound:
                 ),
                 None,
             )
-            thawed = next((param for param in self._frozen if param.requires_grad), None)
+            thawed = next((param for param in self._frozen if param.requires_grad), None) if is_recorded else None
         if moved is not None:
             self._refuse(moved, _MOVED)
         if thawed is not None:
             self._refuse(thawed, _THAWED)
+        if is_changed and is_recorded:
+            self._check_added()
 
-    def _check_tree(self) -> None:
+    def _check_replaced(self) -> None:
         for parameters, key, param in self._places:
             if parameters.get(key) is not param:
                 self._refuse(param, _REPLACED)
+
+    def _check_added(self) -> None:
         added = next(self._added(), None)
         if added is not None:
             name = next(name for name, param in self._model.named_parameters() if param is added)

@@ -73,7 +73,7 @@ class Runtime:
             for flat in unit.flats
             for slot, param in enumerate(flat.params)
         }
-        self.check_bound = Bound(model, units, self.describe).check
+        self._bound = Bound(model, units, self.describe)
         self._entered: list[tuple[nn.Module, Unit, AbstractContextManager[Any]]] = []
         """Running forwards: module, unit, and the label a profiler shows."""
         self._saving = SavingHooks(self)
@@ -101,7 +101,7 @@ class Runtime:
             self.settle()
             self._release_kept()
             self._is_recorded = torch.is_grad_enabled()
-            self.check_bound()
+            self._bound.check(self._is_recorded)
             self.push_saving()
             self._begin_forward(name)
             for each in self.units:
@@ -203,8 +203,13 @@ class Runtime:
             raise errors[0]
 
     def catch_up(self) -> None:
-        """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update]."""
+        """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update].
+
+        Raises:
+            ShardError: a parameter is not where `shard` put it, so that its values are others than those kept.
+        """
         self.finish_updates()
+        self._bound.check()
         self._release_kept()
         for unit in self.units:
             unit.finish_late_updates()

@@ -121,7 +121,6 @@ class Optimizer(torch.optim.Optimizer):
         session.runtime.settle()
         session.finish_readers()
         session.runtime.finish_updates()
-        session.runtime.check_bound()
         self._check_members()
         session.take_written()
         session.runtime.catch_up()
