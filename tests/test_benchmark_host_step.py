@@ -2,21 +2,24 @@
 times each other's theirs is."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forks import Forks
 
 PROGRAM = Path(__file__).resolve().parent.parent / "benchmarks" / "host_step.py"
 NAMES = ["ddp:fused", "fsdp2", "zero_0", "zero_2", "zero_3", "offload_3"]
 
 
-def run(*words):
-    return subprocess.run([*map(str, (sys.executable, PROGRAM, *words))], capture_output=True, text=True, timeout=200)
+@pytest.fixture(scope="module")
+def run():
+    forks = Forks()
+    yield lambda *words: forks.run(PROGRAM, *words)
+    forks.close()
 
 
-def test_contenders_train_in_turns_and_are_compared(tmp_path):
+def test_contenders_train_in_turns_and_are_compared(run, tmp_path):
     ran = run("--blocks", 2, "--steps", 3, "--json", tmp_path / "step.json", "--only", *NAMES)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     told = json.loads((tmp_path / "step.json").read_text())
@@ -36,7 +39,7 @@ def test_contenders_train_in_turns_and_are_compared(tmp_path):
     assert all(name in ran.stdout for name in NAMES)
 
 
-def test_one_rank_trains_too(tmp_path):
+def test_one_rank_trains_too(run):
     ran = run("--ranks", 1, "--blocks", 1, "--steps", 2, "--only", "alone", "ddp", "zero_0")
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -51,7 +54,7 @@ def test_one_rank_trains_too(tmp_path):
     ],
     ids=str,
 )
-def test_what_cannot_be_timed_is_refused_first(words, why):
+def test_what_cannot_be_timed_is_refused_first(run, words, why):
     ran = run(*words)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert why in ran.stderr

@@ -26,7 +26,7 @@ def train(*words, code=0):
 def measured(tmp_path_factory):
     """The files that one small run wrote."""
     folder = tmp_path_factory.mktemp("train")
-    words = ("--rows", "zero_3:eager+keep=1", "--within-s", 200)
+    words = ("--rows", "zero_3:eager+keep=1", "--within-s", 500)
     files = {name: folder / f"run.{name}" for name in ("json", "table", "plot")}
     files["plot"] = folder / "run.png"
     train(*words, *TINY, *(word for name, path in files.items() for word in (f"--{name}", path)))

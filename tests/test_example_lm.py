@@ -3,7 +3,6 @@ leaves its curve and metrics, and explains itself when asked and when misused.""
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forks import Forks
 from plans import NAMED_PLANS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,23 +24,24 @@ TINY = (
 BYTES_A_PARAMETER = {"fp32": 16, "bf16": 14, "fp16": 16}
 
 
-def run(num_ranks, *args):
-    """The example as a process: `python train.py` on one rank, `torchrun` on more."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    launcher = torchrun if num_ranks > 1 else []
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *map(str, args)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+@pytest.fixture(scope="module")
+def forks():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"COLUMNS": "120", "NO_COLOR": "1"}.items():
+            patch.setenv(name, value)
+        process = Forks("matplotlib.pyplot", "pydantic", "rich", "typer")
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def run(forks):
+    """`run(num_ranks, *args)` runs the example, as `python train.py` on one rank, as torchrun does on more."""
+    return lambda num_ranks, *args: forks.run(SCRIPT, *args, cwd=ROOT, num_ranks=num_ranks if num_ranks > 1 else None)
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
     """`trained(num_ranks, *args)` trains once for each set of arguments: (metrics, printed text, output folder)."""
     runs = {}
 
@@ -54,6 +55,14 @@ def trained(tmp_path_factory):
         return runs[key]
 
     return train
+
+
+def test_torchrun_starts_it(trained, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, str(SCRIPT), *TINY, "--plan", "zero_3", "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert losses(json.loads((tmp_path / "metrics.json").read_text())) == losses(trained(2, "--plan", "zero_3")[0])
 
 
 def losses(metrics):
@@ -173,7 +182,7 @@ def test_the_metrics_tell_the_run(trained):
     assert (out / "sample.txt").read_text(encoding="utf-8").startswith(metrics["config"]["prompt"])
 
 
-def test_help_explains_every_plan():
+def test_help_explains_every_plan(run):
     done = run(1, "--help")
     assert done.returncode == 0
     for word in (*NAMED_PLANS, "torchrun", "not built yet", "--micro-batch", "--config", "--checkpoint-activations"):
@@ -199,7 +208,7 @@ def test_help_explains_every_plan():
         *("nothing to delay", "negative delay"),
     ],
 )
-def test_a_mistake_is_named(args, words, tmp_path):
+def test_a_mistake_is_named(run, args, words, tmp_path):
     done = run(1, *TINY, *args, "--out", tmp_path)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
@@ -208,7 +217,7 @@ def test_a_mistake_is_named(args, words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
+def test_a_folder_that_cannot_be_made_is_told_before_training(run, tmp_path):
     (tmp_path / "file").touch()
     done = run(1, *TINY, "--out", tmp_path / "file" / "out")
     assert done.returncode == 2
@@ -227,7 +236,7 @@ def test_flags_win_over_the_config_file(trained, tmp_path):
     assert metrics["config"]["seed"] == 7  # from the file
 
 
-def test_an_unknown_name_in_the_config_file_is_named(tmp_path):
+def test_an_unknown_name_in_the_config_file_is_named(run, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text("widht = 3\n")
     done = run(1, *TINY, "--config", config, "--out", tmp_path / "out")
@@ -245,7 +254,7 @@ def test_the_config_file_takes_a_fraction(trained, tmp_path, line, want):
 
 
 @pytest.mark.parametrize("line", ["fraction = true", "fraction = nan", "fraction = [0.5]"])
-def test_a_bad_fraction_in_the_config_file_is_named(tmp_path, line):
+def test_a_bad_fraction_in_the_config_file_is_named(run, tmp_path, line):
     config = tmp_path / "run.toml"
     config.write_text(f"{line}\n")
     done = run(1, *TINY, "--config", config, "--out", tmp_path / "out")

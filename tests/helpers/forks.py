@@ -1,17 +1,21 @@
 """Owns runs of Python programs that do not import torch each by itself, which takes seconds: one process imports it,
-and forks for every program. What a program prints, how it ends, and `__main__` are those of a process of its own.
+and forks for every program, or for every rank of one. What a program prints, how it ends, and `__main__` are those of a
+process of its own; ranks have the environment that torchrun gives.
 """
 
 import contextlib
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 
 @dataclass(frozen=True)
@@ -24,19 +28,19 @@ class Ran:
 
 
 class Forks:
-    """The process that forks, until `close`."""
+    """The process that forks, until `close`. It imports Onefold, and so torch, and `modules`."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, __file__]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, __file__, "onefold", *modules]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, program: Path | str, *words: object, cwd: Path | None = None) -> Ran:
-        """Run a Python file, or a module by its name, with these arguments."""
+    def run(self, program: Path | str, *words: object, cwd: Path | None = None, num_ranks: int | None = None) -> Ran:
+        """Run a Python file, or a module by its name, with these arguments; on `num_ranks` ranks, or as it is."""
         request = {"program": str(program), "words": [str(word) for word in words], "cwd": str(cwd or Path.cwd())}
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps([num_ranks, request]) + "\n")
         self._process.stdin.flush()
         return Ran(**json.loads(self._process.stdout.readline()))
 
@@ -45,17 +49,33 @@ class Forks:
         assert self._process.returncode == 0
 
 
-def _fork(request: dict) -> dict:
+def _fork(num_ranks: int | None, request: dict) -> dict:
+    """The exit code is that of the first rank that failed; what ranks print is one text, as torchrun's is."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = os.fork()
-        if not child:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            os._exit(_run(**request))
-        _, status = os.waitpid(child, 0)
+        environments = [{}] if num_ranks is None else _environments(num_ranks)
+        children = [_start(environment, request, out, err) for environment in environments]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         for file in (out, err):
             file.seek(0)
-        return {"returncode": os.waitstatus_to_exitcode(status), "stdout": out.read(), "stderr": err.read()}
+        return {"returncode": next(filter(None, codes), 0), "stdout": out.read(), "stderr": err.read()}
+
+
+def _environments(num_ranks: int) -> list[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "forks"}
+    return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def _start(environment: dict[str, str], request: dict, out: IO[str], err: IO[str]) -> int:
+    child = os.fork()
+    if not child:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        os.environ.update(environment)
+        os._exit(_run(**request))
+    return child
 
 
 def _run(program: str, words: list[str], cwd: str) -> int:
@@ -84,5 +104,7 @@ def _run(program: str, words: list[str], cwd: str) -> int:
 
 
 if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        import_module(name)
     for line in sys.stdin:
-        print(json.dumps(_fork(json.loads(line))), flush=True)
+        print(json.dumps(_fork(*json.loads(line))), flush=True)
