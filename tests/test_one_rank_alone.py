@@ -9,6 +9,7 @@ import torch
 
 import onefold
 from checks import same, tensors
+from forks import Forks
 from models import Stack, build
 from onefold.errors import ReleasedParameterError
 from ranks import Turn
@@ -46,28 +47,45 @@ def trained():
     return model
 
 
+@pytest.fixture(scope="module")
+def forks():
+    process = Forks()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
 @pytest.mark.parametrize("way", ["saved", "evaluated", "others fail"])
 @pytest.mark.parametrize("fraction", ["0", "0.5"])
-def test_others_may_end_while_one_rank_reads_weights(tmp_path, fraction, way):
+def test_others_may_end_while_one_rank_reads_weights(forks, script, tmp_path, fraction, way):
     """What they updated on the host is still to be sent then: they send it before they end."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+    ran = forks.run(script, fraction, way, tmp_path / "out.pt", num_ranks=2)
+    assert ran.returncode == (way == "others fail"), ran.stderr
+    assert "rank" not in ran.stderr
+    check(tmp_path / "out.pt", way)
+
+
+def test_they_may_under_torchrun(script, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    out, path = tmp_path / "out.pt", os.pathsep.join(filter(None, sys.path))
-    ran = subprocess.run(
-        [*torchrun, tmp_path / "script.py", fraction, way, out],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert "rank" not in ran.stderr or way == "others fail", ran.stderr
-    assert out.exists(), ran.stderr
-    got, want = torch.load(out), trained()
+    command = [*torchrun, script, "0.5", "saved", tmp_path / "out.pt"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    check(tmp_path / "out.pt", "saved")
+
+
+def check(path, way):
+    got, want = torch.load(path), trained()
     if way == "evaluated":
-        got, want = {"": got}, {"": want(torch.ones(3, 4)).detach()}
+        same({"": got}, {"": want(torch.ones(3, 4)).detach()})
     else:
-        want = tensors(want)
-    same(got, want)
+        same(got, tensors(want))
 
 
 def read_alone(rank, num_ranks):

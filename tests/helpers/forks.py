@@ -3,6 +3,7 @@ and forks for every program, or for every rank of one. What a program prints, ho
 process of its own; ranks have the environment that torchrun gives.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from dataclasses import dataclass
 from importlib import import_module
@@ -97,6 +99,8 @@ def _run(program: str, words: list[str], cwd: str) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
+    threading._shutdown()  # as an interpreter that ends: threads first, then what was registered
+    atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
