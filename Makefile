@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # Processes that run tests at once; each multi-rank test starts a few more of its own.
-JOBS ?= 2
+JOBS ?= 3
 # Extra words for pytest, e.g. ARGS="-k parity -x"
 ARGS ?=
 

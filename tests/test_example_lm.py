@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forks import Forks
+from forks import Forks, launched
 from plans import NAMED_PLANS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,11 @@ def forks():
 @pytest.fixture(scope="module")
 def run(forks):
     """`run(num_ranks, *args)` runs the example, as `python train.py` on one rank, as torchrun does on more."""
-    return lambda num_ranks, *args: forks.run(SCRIPT, *args, cwd=ROOT, num_ranks=num_ranks if num_ranks > 1 else None)
+
+    def start(num_ranks, *args):
+        return forks.run(SCRIPT, *args, cwd=ROOT, ranks=launched(num_ranks) if num_ranks > 1 else ({},))
+
+    return start
 
 
 @pytest.fixture(scope="module")

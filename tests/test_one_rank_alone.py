@@ -9,7 +9,7 @@ import torch
 
 import onefold
 from checks import same, tensors
-from forks import Forks
+from forks import Forks, launched
 from models import Stack, build
 from onefold.errors import ReleasedParameterError
 from ranks import Turn
@@ -65,7 +65,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("fraction", ["0", "0.5"])
 def test_others_may_end_while_one_rank_reads_weights(forks, script, tmp_path, fraction, way):
     """What they updated on the host is still to be sent then: they send it before they end."""
-    ran = forks.run(script, fraction, way, tmp_path / "out.pt", num_ranks=2)
+    ran = forks.run(script, fraction, way, tmp_path / "out.pt", ranks=launched(2))
     assert ran.returncode == (way == "others fail"), ran.stderr
     assert "rank" not in ran.stderr
     check(tmp_path / "out.pt", way)

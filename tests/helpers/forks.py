@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +30,20 @@ class Ran:
     stderr: str
 
 
+def launched(num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun puts into the environments of ranks."""
+    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "forks"}
+    meeting = meeting_point()
+    return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def meeting_point() -> dict[str, str]:
+    """Where ranks can meet, as variables of an environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
 class Forks:
     """The process that forks, until `close`. It imports Onefold, and so torch, and `modules`."""
 
@@ -39,10 +54,13 @@ class Forks:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, program: Path | str, *words: object, cwd: Path | None = None, num_ranks: int | None = None) -> Ran:
-        """Run a Python file, or a module by its name, with these arguments; on `num_ranks` ranks, or as it is."""
+    def run(
+        self, program: Path | str, *words: object, cwd: Path | None = None, ranks: Sequence[dict[str, str]] = ({},)
+    ) -> Ran:
+        """Run a Python file, or a module by its name, with these arguments; once for each of `ranks`, which say what a
+        rank has in its environment beside what is there."""
         request = {"program": str(program), "words": [str(word) for word in words], "cwd": str(cwd or Path.cwd())}
-        self._process.stdin.write(json.dumps([num_ranks, request]) + "\n")
+        self._process.stdin.write(json.dumps([list(ranks), request]) + "\n")
         self._process.stdin.flush()
         return Ran(**json.loads(self._process.stdout.readline()))
 
@@ -51,23 +69,14 @@ class Forks:
         assert self._process.returncode == 0
 
 
-def _fork(num_ranks: int | None, request: dict) -> dict:
+def _fork(ranks: list[dict[str, str]], request: dict) -> dict:
     """The exit code is that of the first rank that failed; what ranks print is one text, as torchrun's is."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        environments = [{}] if num_ranks is None else _environments(num_ranks)
-        children = [_start(environment, request, out, err) for environment in environments]
+        children = [_start(environment, request, out, err) for environment in ranks]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         for file in (out, err):
             file.seek(0)
         return {"returncode": next(filter(None, codes), 0), "stdout": out.read(), "stderr": err.read()}
-
-
-def _environments(num_ranks: int) -> list[dict[str, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "forks"}
-    return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def _start(environment: dict[str, str], request: dict, out: IO[str], err: IO[str]) -> int:

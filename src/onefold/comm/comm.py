@@ -309,14 +309,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def start() -> None:
-    """Initialize torch.distributed when a launcher started this process and the script did not do it: on the GPU of
-    this process's local rank where there are GPUs, else on CPU."""
-    if dist.is_initialized() or not dist.is_torchelastic_launched():
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+def start() -> bool:
+    """Initialize torch.distributed when torchrun started this process and the script did not do it: on the GPU of
+    this process's local rank where there are GPUs, else on CPU. Whether it is initialized now."""
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        join(local_rank=dist.get_node_local_rank())
+    return dist.is_initialized()
 
 
 def join(
@@ -332,7 +330,7 @@ def join(
     """Initialize torch.distributed as told, unless it is.
 
     Args:
-        local_rank: the GPU to use, where there are GPUs.
+        local_rank: the GPU to use, where there are GPUs: of those that this process sees, it may have one of its own.
         backend: torch's name of it; None is gloo, and NCCL beside it where there are GPUs.
         timeout, init_method, rank, num_ranks: as for `torch.distributed.init_process_group`.
         is_alone: this process is the only rank; nobody has to be met.
@@ -340,7 +338,7 @@ def join(
     if dist.is_initialized():
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     name = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     name = "cpu:gloo,cuda:nccl" if name == "nccl" else name  # ranks exchange small messages over host memory
     if is_alone:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm.comm import start
 from onefold.comm.process_groups import all_ranks
 from onefold.deepspeed.accelerator import get_accelerator
 from onefold.deepspeed.auto_values import Given
@@ -24,6 +23,7 @@ from onefold.deepspeed.walk import walk
 from onefold.deepspeed.world import init_distributed, is_launched, local_rank
 from onefold.errors import ConfigError
 from onefold.optim.optimizer import Optimizer
+from onefold.setup.join_ranks import join_ranks
 from onefold.setup.shard import shard
 
 _log = logging.getLogger("onefold")
@@ -103,7 +103,7 @@ def _given(module: nn.Module, dist_init_required: bool | None) -> Given:
     """What is known besides the configuration, once this process is a rank."""
     if is_launched():
         init_distributed(dist_init_required=dist_init_required)
-    start()
+    join_ranks()
     return Given(num_ranks=len(all_ranks() or (0,))).with_model(module)
 
 

@@ -204,10 +204,7 @@ class Runtime:
 
     def catch_up(self) -> None:
         """Wait for every update that is under way or late, and let all results be seen: [Note: The delayed update].
-
-        Raises:
-            ShardError: a parameter is not where `shard` put it, so that its values are others than those kept.
-        """
+        Raises ShardError where parameters hold other values than those kept: see `Bound.check`."""
         self.finish_updates()
         self._bound.check()
         self._release_kept()
@@ -386,8 +383,7 @@ class Runtime:
             raise ReleasedParameterError(
                 f"{self.describe(written[0])} was changed in place while it was gathered, and the change is lost when "
                 "it is released. A forward that writes into its parameters (nn.Embedding(max_norm=), say) needs a plan "
-                "that keeps them whole (ZERO_2); to change weights between steps, use "
-                "`with onefold.gathered(model, write=True):`"
+                "that keeps them whole (ZERO_2); between steps, use `with onefold.gathered(model, write=True):`"
             )
 
     def _release_kept(self) -> None:

@@ -24,11 +24,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from onefold.comm.comm import default_device, start
+from onefold.comm.comm import default_device
 from onefold.comm.mesh import connect
 from onefold.engine.released import ReleasedParameter, metadata_only, name_of
 from onefold.errors import OnefoldError, ReleasedParameterError
 from onefold.memory.streams import Ticket
+from onefold.setup.join_ranks import join_ranks
 
 _GATHERED_BYTES = 2**28
 """What constructors had gathered may take before the first of it is partitioned again."""
@@ -77,7 +78,7 @@ class DeferredInit:
         rest: torch.device | None = None,
         greet: Callable[[nn.Parameter], None] = lambda _: None,
     ) -> None:
-        start()
+        join_ranks()
         self._device = default_device()
         self._comm = connect(self._device)
         self._way_out = way_out

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onefold.comm.agreement import together
-from onefold.comm.comm import Comm, default_device, start
+from onefold.comm.comm import Comm, default_device
 from onefold.comm.control import Control
 from onefold.comm.mesh import connect
 from onefold.engine.grad_report import GradientReport
@@ -37,6 +37,7 @@ from onefold.setup.free_memory import Demand
 from onefold.setup.gather_choice import GatherChoice, choose_gather
 from onefold.setup.gathered import guard_state_dict
 from onefold.setup.host_memory_check import check_host
+from onefold.setup.join_ranks import join_ranks
 from onefold.setup.meta_init import has_meta, materialize
 from onefold.setup.offload_fraction import FractionChoice, with_fraction
 from onefold.setup.pack import PackedUnit, pack
@@ -87,7 +88,7 @@ def shard(
     check_model(model, plan, precision)
     check_options(mesh, prefetch_bytes, keep_bytes, gather)
     target, compiler = uncompiled(model)
-    start()
+    join_ranks()
     comm = connect(device := _device_of(target), mesh)
     specs = together(comm, lambda: _units(target, units))
     check_same_model(comm, target, specs, f"{plan}, {fraction=}, {keep_bytes=}, {gather=}", precision)
