@@ -232,6 +232,19 @@ UNFIT_OPTIMIZERS = {
     ),
     "a closure": (lambda model: onefold.Elementwise(model, torch.optim.LBFGS), ["LBFGS", "AdamW"]),
     "not a class": (lambda model: onefold.Elementwise(model, onefold.AdamW), ["AdamW"]),
+    "parameters": (
+        lambda model: onefold.AdamW(model.parameters(), lr=1e-3),
+        ["AdamW(model, ...)", "not its parameters", "param_groups="],
+    ),
+    "groups": (
+        lambda model: onefold.Lion([{"params": list(model.parameters()), "lr": 1e-3}]),
+        ["Lion(model, ...)", "a list", "param_groups="],
+    ),
+    "torch's kernels": (
+        lambda model: onefold.AdamW(model, fused=True),
+        ["AdamW does not take fused=", "fused already", "amsgrad", "max_grad_norm"],
+    ),
+    "no such argument": (lambda model: onefold.SGD(model, momentun=0.9), ["SGD", "momentun=", "momentum, dampening"]),
     "a late group": (
         lambda model: onefold.SGD(model).add_param_group({"params": []}),
         ["fixed", "param_groups="],

@@ -4,7 +4,7 @@ Invariant: the numbers a step works with - norm, clip factor, skip - are the sam
 the same gradients the update is the same whatever the plan.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 from weakref import ref
@@ -19,6 +19,7 @@ from onefold.engine.session import Session, session_of
 from onefold.engine.unit import Unit
 from onefold.errors import OptimizerError
 from onefold.memory.buffer import exact_dtype
+from onefold.optim.calls import NoDecay, check_call
 from onefold.optim.elementwise import TorchRule
 from onefold.optim.kernels.fused import fused_kernel
 from onefold.optim.kernels.host import TorchKernel, host_kernel
@@ -27,8 +28,6 @@ from onefold.optim.rules import Rule, check_hyper
 from onefold.optim.update import FlatUpdate, KernelUpdate, Key, RuleUpdate, SliceUpdate
 from onefold.plan.table import Tier
 from onefold.tiers.tier import Host
-
-NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -52,7 +51,8 @@ class Optimizer(torch.optim.Optimizer):
         host_busy_s, host_wait_s: seconds that updates on the host took so far, and that the loop waited for them.
 
     Raises:
-        OptimizerError: the model is not sharded, or groups hold parameters that are not its trained parameters.
+        OptimizerError: it is not given a sharded model, or gets arguments that it does not take, or groups hold
+            parameters that are not its trained parameters.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         delayed: bool = False,
         delay_after: int = 40,
+        **unknown: Any,
     ) -> None:
+        check_call(type(self), model, unknown)
         session = session_of(model, "an optimizer", OptimizerError)
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
             raise OptimizerError(

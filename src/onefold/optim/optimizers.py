@@ -4,25 +4,15 @@ All take, besides the hyper-parameters of the torch.optim class of the same name
 `max_grad_norm`, `delayed` and `delay_after` (see `Optimizer`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from onefold.optim import rules
+from onefold.optim.calls import Common
 from onefold.optim.elementwise import tried
-from onefold.optim.optimizer import NoDecay, Optimizer
-
-
-class Common(TypedDict, total=False):
-    """Arguments every optimizer takes; see `Optimizer`."""
-
-    no_decay: NoDecay
-    param_groups: Sequence[Mapping[str, Any]] | None
-    max_grad_norm: float | None
-    delayed: bool
-    delay_after: int
+from onefold.optim.optimizer import Optimizer
 
 
 class AdamW(Optimizer):
