@@ -281,8 +281,26 @@ def test_a_shell_takes_a_remote_line_apart_into_the_same_words(word, tmp_path):
     [
         *(("NCCL_DEBUG", True), ("PYTHONPATH", True), ("UCX_TLS", True), ("HF_HOME", True), ("OMP_NUM_THREADS", True)),
         *(("HOME", False), ("CUDA_VISIBLE_DEVICES", False), ("HF_TOKEN", False), ("MLFLOW_TRACKING_PASSWORD", False)),
+        *(("HF_TOKEN_WRITE", False), ("HF_TOKENS", False), ("ONEFOLD_KEY_2", False), ("MLFLOW_DB_PASS", False)),
+        *(("MLFLOW_CREDENTIALS", False), ("HF_APIKEY", False), ("hf_secret", False), ("MLFLOW_AUTH", False)),
+        *(("TOKENIZERS_PARALLELISM", True), ("PYTHONPATH_KEYED", True), ("NCCL_COMPASS", True), ("HF_PATH", True)),
         *(("ONEFOLD_RUN", False), ("TORCHELASTIC_RUN_ID", False), ("AWS_SECRET", False), ("BASH_FUNC_x%%", False)),
     ],
 )
 def test_families_of_variables_are_forwarded_and_secrets_are_not(name, goes):
     assert env_forwarding.forwarded({name: "x"}) == ({name: "x"} if goes else {})
+
+
+@pytest.mark.parametrize(
+    ("value", "goes"),
+    [
+        ("https://me:secret@tracking.example/path", False),
+        ("postgresql+psycopg://u:p%40ss@db/x", False),
+        ("see http://a:b@c", False),
+        ("https://tracking.example:5000/path?at=me@home", True),
+        ("https://me@tracking.example", True),
+        ("a:b@c", True),
+    ],
+)
+def test_addresses_with_a_password_are_not_forwarded(value, goes):
+    assert env_forwarding.forwarded({"MLFLOW_TRACKING_URI": value}) == ({"MLFLOW_TRACKING_URI": value} if goes else {})

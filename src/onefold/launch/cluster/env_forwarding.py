@@ -16,8 +16,14 @@ FORWARDED = (
     *("ONEFOLD", "TORCH", "OMP_", "MKL_", "CUDA_", "GLOO", "HF_", "TOKENIZERS_PARALLELISM"),
 )
 """Variables whose names begin so are forwarded to other machines."""
+_STAYS = re.compile(r"CUDA_VISIBLE_DEVICES|TORCHELASTIC_.*|ONEFOLD_RUN")
 # Every user of a machine can read command lines, so what looks like a secret has to be asked for with --env.
-_STAYS = re.compile(r"CUDA_VISIBLE_DEVICES|TORCHELASTIC_.*|ONEFOLD_RUN|.*(TOKEN|SECRET|PASSWORD|KEY)")
+_SECRET_NAME = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|COOKIE|(?<![A-Z])(KEYS?|PASS|PWD|PAT|AUTH)(?![A-Z])",
+    re.I,
+)
+_SECRET_VALUE = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]*:[^/?#\s]*@", re.I)
+"""A URL with a password in it."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -70,5 +76,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(FORWARDED) and not _STAYS.fullmatch(name) and _NAME.fullmatch(name)
+        if name.startswith(FORWARDED)
+        and _NAME.fullmatch(name)
+        and not (_STAYS.fullmatch(name) or _SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
     }
