@@ -13,8 +13,9 @@ SEED, STEPS = 5, 3
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
 }
+"""`torch_adam`, since DeepSpeed would compile a kernel for its own: minutes."""
 KINDS = {
     "lora": {},
     "dora": {"use_dora": True},
